@@ -24,7 +24,7 @@ from labcode.perf.estimate import estimate, fit_scale
 from labcode.perf.of_config import model_of, settings_of
 
 RESULT = Path(__file__).parent / "results" / "planner_here_cpu.json"
-SMALLER = "--train.global_batch 8 --train.micro_batch 4"  # it was made for a GPU
+SMALLER = "--train.global_batch 8 --train.micro_batch 4"  # of gpt_10m, which is meant for a GPU
 LAYOUTS = (
     ("gpt_tiny", 1, ""),
     ("gpt_tiny", 1, "--parallel.activation_checkpointing full"),

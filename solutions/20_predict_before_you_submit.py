@@ -760,12 +760,12 @@ print(f"the GPU has {a100.memory_bytes / GIB:.1f} GiB")
 # a time on each of 4 A100s, with PyTorch's autocast. On GPUs with 40 GB it ran out of memory. On 80 GB it had 44.9 GiB,
 # and with tp = 4 on 16 GPUs, dp = 4 as before, still 33.2.
 #
-# Under autocast what runs from layer to layer stays in float32, and products read bfloat16. (The error message agrees: a
-# norm asked for 254 MiB. Its output has 16 · 4050 · 1024 numbers of 4 bytes, 253.1 MiB, which the allocator rounds up
-# to a multiple of 2 MiB.) So for each patch and feature a layer
-# keeps 2 inputs of norms with 4 bytes each, and with 2 bytes each 2 outputs of norms, q, k, v, the output of attention,
-# and the MLP's 4 hidden numbers before and after the GELU. Tensor parallelism divides q, k, v, the output of attention
-# and the hidden numbers. The rest is whole on every rank.
+# Under autocast what runs from layer to layer stays in float32, and products read bfloat16. (The error message agrees:
+# a norm asked for 254 MiB. Its output has 16 · 4050 · 1024 numbers of 4 bytes, 253.1 MiB, which the allocator rounds up
+# to a multiple of 2 MiB.) So for each patch and feature a layer keeps 2 inputs of norms with 4 bytes each, and with 2
+# bytes each 2 outputs of norms, q, k, v, the output of attention, and the MLP's 4 hidden numbers before and after the
+# GELU. Tensor parallelism divides q, k, v, the output of attention and the hidden numbers. The rest is whole on every
+# rank.
 #
 # **Predict.** How many GiB do the 12 layers keep, without tp and with tp = 4? (Count the `numbers` of one h for each
 # patch of all samples and layers, and for each of them the bytes that are whole and those that tp divides.)

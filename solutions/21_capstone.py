@@ -674,9 +674,9 @@ plot.bars(
 # **Takeaway: prove with the cheapest thing that can fail. Each of these five finds faults that cost more in the next.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* The factor was 0.9 on two cores; before launches and what Python does once a step were
-# measured it was 2 to 4, since a step of a model with 0.1 million weights is mostly that. For the room: which fault does none of the five find? (Data that are wrong, a
-# learning rate that is too high, a GPU that miscomputes: lessons 06, 17 and 19.)
+# *For the instructor.* The factor was 0.9 on two cores. It would be far from 1 if `calibrate` did not measure what
+# Python takes: that is much of a step of a model with 0.1 million weights. For the room: which fault does none of the
+# five find? (Data that are wrong, a learning rate that is too high, a GPU that miscomputes: lessons 06, 17 and 19.)
 
 # %% [markdown] tags=["exercise"]
 # ## 8. Open end: your plan (optional, 30 min)

@@ -329,12 +329,12 @@ def _head_parts(
     forward, backward = head_work(model, cluster.gpu, cut)
     both = forward.plus(backward)
     tokens = cut.micro_batch * model.sequence_length / cut.cp
-    ends_s = collective_s(cluster, "all_reduce", layer.tp, _act_bytes(model, cut))
+    sums = 2 if with_embedding else 1
     loss_s = collective_s(cluster, "all_reduce", layer.tp, 4 * tokens)
     return {
         "product": both.product,
         "elementwise": both.elementwise,
-        "tp": (2 if with_embedding else 1) * ends_s + 2 * loss_s,
+        "tp": sums * _sum_over_tp_s(model, cluster, layer) + 2 * loss_s,
         "launch": both.waits_s(cluster.launch_s or LAUNCH_S, cluster.host_computes),
     }
 
@@ -345,20 +345,27 @@ def _act_bytes(model: Transformer, cut: Cut) -> float:
 
 
 def _tensor_parallel_s(model: Transformer, cluster: Cluster, layer: _Layer) -> float:
-    """Two all-reduces forward, two backward, two more where forward is repeated.
+    """Two sums over tp forward, two backward, two more where forward is repeated.
 
-    Sequence parallelism makes of each an all-gather and a reduce-scatter of as many bytes in all.
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
+    """
+    times = 6 if layer.activation_checkpointing == "full" else 4
+    return times * _sum_over_tp_s(model, cluster, layer)
 
-    Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022
-        (arXiv:2205.05198), section 4.2.2.
+
+def _sum_over_tp_s(model: Transformer, cluster: Cluster, layer: _Layer) -> float:
+    """One sum of activations over tp: an all-reduce.
+
+    Sequence parallelism makes of it an all-gather and a reduce-scatter of as many bytes in all.
+
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2.
     """
     act = _act_bytes(model, layer.cut)
-    times = 6 if layer.activation_checkpointing == "full" else 4
     if not layer.cut.sequence_parallel:
-        return times * collective_s(cluster, "all_reduce", layer.tp, act)
+        return collective_s(cluster, "all_reduce", layer.tp, act)
     gather_s = collective_s(cluster, "all_gather", layer.tp, act)
     scatter_s = collective_s(cluster, "reduce_scatter", layer.tp, act)
-    return times * (gather_s + scatter_s)
+    return gather_s + scatter_s
 
 
 def _context_parallel_s(

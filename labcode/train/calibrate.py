@@ -81,7 +81,7 @@ def measure(world: World, grid: Grid, memory_bytes: float) -> Measured:
     Args:
         world: This process.
         grid: All ranks on its axis dp.
-        memory_bytes: Of this rank.
+        memory_bytes: Of this rank; the smallest counts.
 
     Held by: tests/ranks/test_calibrate.py
     """
@@ -104,13 +104,15 @@ def measure(world: World, grid: Grid, memory_bytes: float) -> Measured:
             links[name] = _link(name, call, group, device)
     total = torch.tensor(seconds, dtype=torch.float64).to(device)
     dist.all_reduce(total, group=group)
+    memory = torch.tensor(memory_bytes, dtype=torch.float64).to(device)
+    dist.all_reduce(memory, dist.ReduceOp.MIN, group)
     product_s, stream_s, full_s, causal_s, nothing_s, layer_s, step_s = (
         total / world.world_size
     ).tolist()
     gpu = Gpu(
         name="this_device",
         peak_flops_per_s={"float32": 1 / product_s},
-        memory_bytes=memory_bytes,
+        memory_bytes=memory.item(),
         memory_bytes_per_s=1 / stream_s,
         matmul_share={"float32": 1.0},
         memory_share=1.0,
@@ -133,8 +135,8 @@ def measure(world: World, grid: Grid, memory_bytes: float) -> Measured:
 
 
 def _memory_share(gpu: Gpu, sizes: dict[str, int], layer_s: float, launch_s: float) -> float:
-    """What is neither product nor attention takes the rest of a layer: at which share of the
-    memory's bandwidth.
+    """The share of the memory's bandwidth that the rest of a layer reaches: what is neither product
+    nor attention.
 
     Args:
         gpu: Everything else of it.
@@ -228,8 +230,8 @@ def _link(name: str, call: Call, group: dist.ProcessGroup, device: torch.device)
     """alpha and beta of a collective, from the mean of its times within a training.
 
     There it follows a product, on numbers that have just been written, and no barrier: its ranks
-    come at different times, threads have to be woken up, and one call in ten takes ten times as
-    long as most. A step is a sum of many calls, so that the mean counts and not the median.
+    come at different times, threads have to be woken up, and now and then a call takes several
+    times as long as most. A step is a sum of many calls, so that the mean counts, not the median.
     """
     ranks = dist.get_world_size(group)
     factor = torch.randn(BETWEEN, BETWEEN, device=device)

@@ -105,6 +105,9 @@ def test_embedding_head_and_loss_are_all_reduced_over_tp_as_well():
     three = estimate(replace(LLAMA, num_layers=3), shape, H100, Settings(1)).parts["tp"]
     layer_s = three - two
     assert 2.5 * layer_s < two < 2.7 * layer_s
+    # in a pipeline the embedding is on another stage than the head
+    stage = estimate(replace(LLAMA, num_layers=4), GridShape(tp=8, pp=2), H100, Settings(1)).parts
+    assert two - stage["tp"] == pytest.approx(layer_s / 4)
 
 
 def test_one_run_calibrates_a_stack():

@@ -1,6 +1,7 @@
 """What lesson 20 computes by hand, against labcode.perf and against a real model."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -50,8 +51,10 @@ def test_the_parts_of_a_step_are_those_of_labcode(name):
     ours = lab.step_parts(shape, layout, batch, lab.cluster("selene"))
     how = lab.settings(layout, batch)
     theirs = estimate(lab.transformer(shape), lab.grid(layout), load_cluster("selene"), how).parts
-    # labcode counts the all-reduces of head and loss too
-    assert ours["tp"] == pytest.approx(theirs["tp"], rel=0.05)
+    # labcode has the sums of embedding, head and loss besides: twice the layers show what is theirs
+    deeper = replace(lab.transformer(shape), num_layers=2 * shape.layers)
+    twice = estimate(deeper, lab.grid(layout), load_cluster("selene"), how).parts
+    assert ours["tp"] == pytest.approx(twice["tp"] - theirs["tp"], rel=0.01)
     assert ours["pp"] == pytest.approx(theirs["pp"], rel=0.01)
     assert ours["bubble"] == pytest.approx(theirs["bubble"], rel=0.15)
     products_s = theirs["product"] + theirs["checkpointing"] + theirs["attention"]
