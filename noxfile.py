@@ -14,7 +14,7 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tools.matrix import REPORTS, TESTS, VERSIONS, report_of
+from tools.matrix import REPORTS, VERSIONS, report_of, tests_of
 
 # The pins that belong to one version of PyTorch or of Python.
 OWN_PINS = re.compile(r"^(torch|torchao|pytorch-optimizer|transformers|triton)==")
@@ -51,6 +51,8 @@ def versions(session: nox.Session, torch: str) -> None:
         pins.flush()
         session.install("-c", pins.name, "-e", ".[dev]")
     session.run("python", "-m", "labcode.doctor", success_codes=[0, 1])
-    command = ["python", "-m", "pytest", *TESTS, f"--junitxml={report}"]
+    tests = tests_of(str(session.python))
+    command = ["python", "-m", "pytest", *tests, f"--junitxml={report}", "-n", "2"]
+    command += ["--dist", "loadscope"]
     # 1: some test failed, which the table shows
-    session.run(*command, *session.posargs, success_codes=[0, 1])
+    session.run(*command, *session.posargs, success_codes=[0, 1], env={"OMP_NUM_THREADS": "1"})

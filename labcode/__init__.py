@@ -1,4 +1,4 @@
-"""The library behind *Training at Scale*. Importing it imports nothing else: import rooms by name.
+"""The library behind Training at Scale. Importing it imports nothing else: import rooms by name.
 
 A map for newcomers, lowest floor first. A room imports only its own floor and the ones below it,
 never in a circle (`tests/unit/test_architecture.py` holds it).

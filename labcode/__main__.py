@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from labcode import course
+from labcode.files import print_out
 
 EPILOG = """\
 Also there: python -m labcode.train RECIPE (a training run), python -m labcode.slurm (job scripts),
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None, start: Path | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(lines))
+    print_out("\n".join(lines))
     return 0
 
 

@@ -23,6 +23,7 @@ import pydantic
 from labcode import recipes
 from labcode.config import Config
 from labcode.fields import SHOWN_CHARACTERS, alternatives, described, shown
+from labcode.files import print_out
 
 PROGRAM = "python -m labcode.train"
 HELP = ("-h", "--help")
@@ -41,7 +42,7 @@ def parse(args: Sequence[str]) -> Config:
         SystemExit: With code 0, after `--help` has been printed.
     """
     if not args or args[0] in HELP:
-        print(_recipe_help())
+        print_out(_recipe_help())
         raise SystemExit(0)
     try:
         recipe = recipes.get(args[0])
@@ -49,7 +50,7 @@ def parse(args: Sequence[str]) -> Config:
         raise UsageError(str(error)) from None
     words = args[1:]
     if any(word in HELP for word in words):
-        print(_field_help(args[0], recipe))
+        print_out(_field_help(args[0], recipe))
         raise SystemExit(0)
     try:
         return recipes.with_changes(recipe, read_changes(recipe, words))
@@ -232,19 +233,25 @@ def _written(value: object) -> str:
 
 
 def _comments(kind: type) -> dict[str, str]:
-    """What stands behind `#` on the lines of each field of a dataclass, read from its source."""
+    """What stands behind `#` above and on the lines of each field, read from its dataclass."""
     source = textwrap.dedent(inspect.getsource(kind))
     by_line = {}
+    whole_lines = set()  # that are comments and nothing else
     for token in tokenize.generate_tokens(StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             by_line[token.start[0]] = token.string.lstrip("# ")
+            if token.line.lstrip().startswith("#"):
+                whole_lines.add(token.start[0])
     found = {}
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.ClassDef)
     for node in definition.body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
-        lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        first = node.lineno
+        while first - 1 in whole_lines:
+            first -= 1
+        lines = range(first, (node.end_lineno or node.lineno) + 1)
         text = " ".join(by_line[line] for line in lines if line in by_line)
         if text:
             found[node.target.id] = text

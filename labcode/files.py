@@ -1,9 +1,10 @@
-"""Files that exist whole or not at all."""
+"""Files that exist whole or not at all, and text for a pipe whose reader may have left."""
 
 import contextlib
 import fcntl
 import os
 import re
+import sys
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,15 @@ if TYPE_CHECKING:
 
 UNFINISHED = re.compile(r".+\.[0-9a-f]{32}\.partial")
 LOCK_NAME = "run.lock"  # in the folder of a run, as long as a process trains into it
+
+
+def print_out(text: str) -> None:
+    """Print a text; a reader that has seen enough, such as `head`, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # what is left is written at the end of Python
 
 
 def write_atomically(path: Path, *parts: "Buffer") -> None:

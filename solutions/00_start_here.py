@@ -261,7 +261,7 @@ compare("different processes", pids_guess, different, within=1, found="counted")
 # tensor gets from one to another only if it is **sent**.
 #
 # Cells that begin with `%%px` run on the ranks, not in this notebook. There the names `rank`, `world_size`, `torch`
-# and `dist` exist already.
+# and `dist` exist already. (In a function of your own, `dist.get_rank()` and `dist.get_world_size()` give the first two.)
 
 # %% tags=["nbval-check-output"]
 # %%px
@@ -529,6 +529,10 @@ plot.curves(
 # terminal:
 #
 #     torchrun --nproc-per-node=2 -m labcode.train gpt_tiny
+#
+# At the end of its lines stands a share "of the matmul rate": the floating-point operations per second of the training,
+# divided by those of a large matrix product. That product is timed once, when the run starts. If the machine was busy
+# just then, more than 100 % can come out.
 #
 # **Takeaway: a launcher starts one process per rank, and each process learns its rank from its environment. The first
 # loss should be about the logarithm of the vocabulary's size; a run that starts far from it usually has a bug.**

@@ -194,9 +194,9 @@ def index(course: Course) -> str:
     rows.append(f"| **together** | {hours:.0f} hours | | |")
     trees += [*_end(trees), "```{toctree}", ":hidden:", ":caption: Reference", ""]
     trees += ["cheat_sheet", "glossary", *GUIDE_PAGES, "api/index", "```"]
+    text = relinked(text, "book", course)  # before the links to pages of the book come in
     text = text.replace("<!-- lessons -->", "\n".join(rows))
-    text = text.replace("<!-- pages -->", "\n".join(trees))
-    return relinked(text, "book", course)
+    return text.replace("<!-- pages -->", "\n".join(trees))
 
 
 def _end(trees: Sequence[str]) -> list[str]:

@@ -1,10 +1,10 @@
 """The glossary of the book: its terms, and links to them from where a lesson first uses them.
 
-book/glossary.md is written by hand. A term is a line with its forms, the first one being its
-name, and a paragraph that begins with a colon:
+book/glossary.md is written by hand, so that it can be read in JupyterLab as it is. A term is a
+paragraph with its name, its other forms in parentheses, and what it means:
 
-    all-reduce | all-reduced
-    : A collective after which each rank holds the sum of what all ranks gave.
+    **all-reduce** (all-reduced): A collective after which each rank holds the sum of what all
+    ranks gave.
 
 A plural with s is found without being listed. A form with a capital letter is found as it is
 written; others at the beginning of a sentence too.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tools import book_text
 
-_ENTRY = re.compile(r"(?m)^([^\s:#<].*)\n: (.+(?:\n  .+)*)")
+_ENTRY = re.compile(r"(?m)^\*\*(.+?)\*\*(?: \(([^)]+)\))?: (.+(?:\n.+)*)")
 
 
 class Term(NamedTuple):
@@ -42,8 +42,9 @@ def terms(text: str) -> list[Term]:
     found = []
     owners: dict[str, str] = {}
     for match in _ENTRY.finditer(text):
-        forms = tuple(form.strip() for form in match[1].split("|"))
-        meaning = " ".join(line.strip() for line in match[2].splitlines())
+        others = match[2].split(", ") if match[2] else []
+        forms = (match[1], *others)
+        meaning = " ".join(line.strip() for line in match[3].splitlines())
         found.append(Term(forms[0], forms, meaning))
         for form in forms:
             if form in owners:

@@ -33,6 +33,7 @@ NAME = "training-at-scale"
 # What learners get; a folder means all that git knows below it.
 KEPT = ("notebooks", "labcode", "slurm", "images", "tools/jupyter", ".gitignore")
 KEPT += ("book/glossary.md", "pyproject.toml", "constraints.txt", "environment.yml", "CITATION.cff")
+GUIDE = ("training", "clusters", "failures")  # pages of book/guide
 SHOW_SOLUTIONS = ("images/lesson_in_use.png", "images/lesson.gif")  # with predictions
 KEPT_RULES = ("help", "setup", "lab", "shell")  # of the Makefile; the stamp that they need as well
 TO_SOLUTION = re.compile(r"(?: &nbsp;\|&nbsp; )?\[Solution of this lesson\]\([^)]*\)")
@@ -85,20 +86,34 @@ def makefile(text: str) -> str:
 
 
 def course_page(text: str) -> str:
-    """COURSE.md without what leads to the solutions."""
+    """COURSE.md without what leads to the solutions, or needs git."""
     text = re.sub(r"\[solved\]\([^)]*\)", "", text)
-    return re.sub(r"(?m)^\*Solved\* .*\n", "", text)
+    text = re.sub(r"(?m)^\*Solved\* .*\n", "", text)
+    text, _, _ = text.partition("- **Begin a lesson anew.**")
+    return (
+        f"{text}- **Begin a lesson anew.** Put your notebook aside, and take the lesson out of the "
+        "zip once more.\n"
+    )
+
+
+def guide_page(text: str) -> str:
+    """A page of the guide without links to what learners do not get."""
+    return re.sub(r"\[([^\]]*)\]\(\.\./\.\./[^)]*\)", r"\1", text)
 
 
 def readme() -> str:
     """The page of the handout."""
     return (
         "# Training at Scale\n\nA course on training neural networks on many processors at once. "
-        "You need Linux or macOS, Python 3.11 or later and `make`; about 2.5 GB of disk.\n\n"
+        "You need Linux or macOS, Python 3.11 or later and `make`; about 6 GB of disk on Linux.\n\n"
         "    make lab      # sets up .venv, opens JupyterLab on lesson 00\n\n"
         "`python -m labcode` prints the lessons, which exercises you have done and what comes "
         'next. `hint("4.1")` shows a hint in a notebook, a further one at each call.\n\n'
-        "[COURSE.md](COURSE.md) has the map of the course and short ways through it.\n"
+        "`python -m labcode.doctor` checks the installation. These commands work in the terminal "
+        "of JupyterLab, and in a shell after `make shell`.\n\n"
+        "[COURSE.md](COURSE.md) has the map of the course and short ways through it. More: "
+        "[training runs](book/guide/training.md), [GPUs and clusters](book/guide/clusters.md), "
+        "[what happens when something fails](book/guide/failures.md).\n"
     )
 
 
@@ -126,6 +141,11 @@ def write(out: Path, root: Path = ROOT) -> Path:
     text = course_page((root / "COURSE.md").read_text(encoding="utf-8"))
     (out / "COURSE.md").write_text(text, encoding="utf-8")
     (out / "README.md").write_text(readme(), encoding="utf-8")
+    (out / "book" / "guide").mkdir()
+    for name in GUIDE:
+        page = Path("book", "guide", f"{name}.md")
+        text = guide_page((root / page).read_text(encoding="utf-8"))
+        (out / page).write_text(text, encoding="utf-8")
     text = makefile((root / "Makefile").read_text(encoding="utf-8"))
     (out / "Makefile").write_text(text, encoding="utf-8")
     return pack(out)

@@ -7,6 +7,7 @@ room holds from the map at the top of `labcode/__init__.py`.
 import pathlib
 import re
 import textwrap
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
@@ -25,12 +26,12 @@ from labcode.teach.figures.style import (
 from tools import course_map, rooms
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-LESSON_WIDTH = 1.66
+LESSON_WIDTH = 1.8
 LESSON_HEIGHT = 1.0
-COLUMN = 2.0  # from one lesson to the next
-ROW = 1.14
+COLUMN = 2.25  # from one lesson to the next; arrows run between columns and between rows
+ROW = 1.3
 MAP_IN = 0.56  # inches for a unit of these
-BAND_GAP = 0.42  # between the parts
+BAND_GAP = 0.3  # between the parts
 ROOM_HEIGHT = 0.84
 FLOOR_HEIGHT = 1.0
 TOWER_WIDTH = 12.0
@@ -39,7 +40,7 @@ TOWER_WIDTH = 12.0
 @figure
 def course(lessons: list[course_map.Lesson]) -> Picture:
     """The lessons in columns: each stands to the right of all that it needs."""
-    places = _places(lessons)
+    places = places_of(lessons)
     right = max(x for x, _ in places.values()) + LESSON_WIDTH
     bottom = min(y for _, y in places.values())
     total_h = sum(lesson.minutes for lesson in lessons) / 60
@@ -54,10 +55,12 @@ def course(lessons: list[course_map.Lesson]) -> Picture:
     axes.set_ylim(bottom - 0.45, LESSON_HEIGHT + 0.5)
     parts = list(course_map.PARTS.values())
     direct = course_map.direct_needs(lessons)
-    for lesson in lessons:
-        for number in direct[lesson.number]:
-            colour = PALETTE[parts.index(course_map.part_of(number))]
-            _draw_need(axes, places[number], places[lesson.number], colour)
+    routes = routes_of(direct, places)
+    for route in routes:
+        colour = PALETTE[parts.index(course_map.part_of(route.source))]
+        path = Path(bends_of(route, routes, places))
+        arrow = FancyArrowPatch(path=path, color=colour, lw=1.3, arrowstyle="-|>", mutation_scale=9)
+        axes.add_patch(arrow)
     for lesson in lessons:
         colour = PALETTE[parts.index(lesson.part)]
         needs = " ".join(direct[lesson.number])
@@ -75,7 +78,7 @@ def course(lessons: list[course_map.Lesson]) -> Picture:
     return picture
 
 
-def _places(lessons: list[course_map.Lesson]) -> dict[str, tuple[float, float]]:
+def places_of(lessons: list[course_map.Lesson]) -> dict[str, tuple[float, float]]:
     """The lower left corner of each lesson: its depth to the right, its part downwards."""
     depth = course_map.depths(lessons)
     places = {}
@@ -104,25 +107,82 @@ def _draw_lesson(
     box.set_linewidth(1.8)
     axes.add_patch(box)
     title = lesson.title.partition(":")[0]
-    wrapped = textwrap.fill(f"{lesson.number} {title}", 16, break_on_hyphens=False)
-    put_text(axes, x + LESSON_WIDTH / 2, y + LESSON_HEIGHT * 0.6, wrapped, 7.2, linespacing=1.02)
+    wrapped = textwrap.fill(f"{lesson.number} {title}", 17, break_on_hyphens=False)
+    put_text(axes, x + LESSON_WIDTH / 2, y + LESSON_HEIGHT * 0.6, wrapped, 7.1, linespacing=1.02)
     below = f"{lesson.minutes} min"
     if needs:
         below += f", after {needs}"
-    put_text(axes, x + LESSON_WIDTH / 2, y + 0.1, below, 5.8, color="#444444")
+    put_text(axes, x + LESSON_WIDTH / 2, y + 0.1, below, 5.7, color="#444444")
 
 
-def _draw_need(
-    axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str
-) -> None:
-    """A curve from the right edge of one lesson to the left edge of another."""
-    tail = (start[0] + LESSON_WIDTH, start[1] + LESSON_HEIGHT / 2)
-    tip = (end[0] - 0.02, end[1] + LESSON_HEIGHT / 2)
-    reach = COLUMN - LESSON_WIDTH
-    bends = [tail, (tail[0] + reach, tail[1]), (tip[0] - reach, tip[1]), tip]
-    path = Path([*bends], [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4])
-    arrow = FancyArrowPatch(path=path, color=colour, lw=1.3, arrowstyle="-|>", mutation_scale=9)
-    axes.add_patch(arrow)
+class Route(NamedTuple):
+    """Where the arrow from one lesson to another runs: never over a lesson.
+
+    Args:
+        source: The lesson that is needed.
+        target: The lesson that needs it.
+        first: The gap between columns that the arrow enters, by the column left of it.
+        last: The gap between columns from which it reaches the target.
+        row: Above which row it goes from one gap to the other: the y of the target.
+    """
+
+    source: str
+    target: str
+    first: int
+    last: int
+    row: float
+
+
+def routes_of(
+    direct: dict[str, tuple[str, ...]], places: dict[str, tuple[float, float]]
+) -> list[Route]:
+    """One for each lesson and each lesson that it needs directly."""
+    routes = []
+    for target, sources in direct.items():
+        right = round(places[target][0] / COLUMN)
+        for source in sources:
+            left = round(places[source][0] / COLUMN)
+            routes.append(Route(source, target, left, right - 1, places[target][1]))
+    return routes
+
+
+def _track(source: str, beside: set[str], places: dict[str, tuple[float, float]]) -> float:
+    """The share of a gap at which the arrows from one lesson run, so that no two cover each other.
+
+    The lowest lesson comes first: its arrows then cross none that come from above.
+    """
+    order = sorted(beside, key=lambda number: places[number][1])
+    return (order.index(source) + 1) / (len(order) + 1)
+
+
+def bends_of(
+    route: Route, routes: list[Route], places: dict[str, tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """From the right edge of one lesson to the left edge of another, through gaps alone.
+
+    Held by: tests/unit/test_images.py::test_no_arrow_of_the_map_runs_over_a_lesson
+    """
+
+    def between_columns(gap: int) -> float:
+        beside = {other.source for other in routes if gap in (other.first, other.last)}
+        space = COLUMN - LESSON_WIDTH
+        return gap * COLUMN + LESSON_WIDTH + space * _track(route.source, beside, places)
+
+    tip_y = route.row + LESSON_HEIGHT / 2
+    tail_y = places[route.source][1] + LESSON_HEIGHT / 2
+    is_straight = route.first == route.last and tail_y == tip_y
+    if not is_straight:  # lower, so that it is not taken for an arrow into the lesson beside it
+        tail_y -= 0.22 * LESSON_HEIGHT
+    x = between_columns(route.first)
+    bends = [(places[route.source][0] + LESSON_WIDTH, tail_y), (x, tail_y)]
+    if route.first != route.last:
+        longer = [other for other in routes if other.first != other.last]
+        beside = {other.source for other in longer if other.row == route.row}
+        space = ROW - LESSON_HEIGHT
+        y = route.row + LESSON_HEIGHT + space * _track(route.source, beside, places)
+        bends += [(x, y), (between_columns(route.last), y)]
+        x = between_columns(route.last)
+    return [*bends, (x, tip_y), (places[route.target][0] - 0.02, tip_y)]
 
 
 @figure

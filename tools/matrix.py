@@ -7,6 +7,7 @@ so: nothing is taken over from an earlier table.
 import platform
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,6 @@ VERSIONS = [
     ("3.11", "2.15.0"),
     ("3.12", "2.13.0"),
     ("3.13", "2.13.0"),
-    ("3.13", "2.15.0"),
     ("3.14", "2.13.0"),
     ("3.14", "2.15.0"),
 ]
@@ -71,13 +71,28 @@ TESTS = [
     "tests/unit/test_zero_cut.py",
 ]
 
+# What breaks when Python moves: how answers are watched while they run, how processes start. For
+# the pairs with another Python than the one of constraints.txt.
+TESTED_PYTHON = "3.11"
+PYTHON_TESTS = [
+    "tests/exercises/test_answers.py",
+    "tests/unit/test_in_notebook.py",
+    "tests/unit/test_check.py",
+    "tests/unit/test_launch.py",
+    "tests/unit/test_fork_server.py",
+    "tests/unit/test_processes.py",
+    "tests/ranks/test_ranks.py",
+    "tests/ranks/test_on_ranks.py",
+]
+
 INTRODUCTION = """# The versions of Python and PyTorch that were tried
 
 Written by `make test-matrix`, on {machine}. The whole course is tested with the Python and the
 PyTorch of constraints.txt (`make test`). The table tests what breaks when PyTorch moves, in a fresh
 environment each: the collectives, each parallelism against one process, the training program and
 its checkpoints, precision, the profiler ({count} files, listed in
-[tools/matrix.py](../tools/matrix.py)).
+[tools/matrix.py](../tools/matrix.py)). With another Python than {python} also the checks of the
+exercises and how processes start ({python_count} files more).
 
 | Python | PyTorch | passed | failed | skipped | minutes |
 |---|---|---:|---:|---:|---:|
@@ -92,7 +107,7 @@ class Row(NamedTuple):
     ran: bool
     passed: int = 0
     failed: tuple[str, ...] = ()
-    skipped: int = 0
+    skipped: tuple[str, ...] = ()  # the reason of each
     seconds: float = 0.0
 
 
@@ -125,8 +140,8 @@ def read(python: str, torch: str, folder: Path = REPORTS) -> Row:
     if not report.exists():
         return Row(python, torch, ran=False)
     passed = 0
-    skipped = 0
     failed = []
+    skipped = []
     seconds = 0.0
     for suite in ElementTree.parse(report).getroot().iter("testsuite"):
         seconds += float(suite.get("time", 0))
@@ -134,30 +149,36 @@ def read(python: str, torch: str, folder: Path = REPORTS) -> Row:
         name = case.get("classname", "").rpartition(".")[2] + "::" + case.get("name", "")
         if case.find("failure") is not None or case.find("error") is not None:
             failed.append(name)
-        elif case.find("skipped") is not None:
-            skipped += 1
+        elif (skip := case.find("skipped")) is not None:
+            skipped.append(skip.get("message", "no reason given"))
         else:
             passed += 1
-    return Row(python, torch, True, passed, tuple(failed), skipped, seconds)
+    return Row(python, torch, True, passed, tuple(failed), tuple(skipped), seconds)
 
 
-def page(rows: list[Row], count: int) -> str:
+def tests_of(python: str) -> list[str]:
+    """The files of tests that one Python runs, such as "3.12"."""
+    return TESTS if python == TESTED_PYTHON else TESTS + PYTHON_TESTS
+
+
+def page(rows: list[Row]) -> str:
     """The page.
 
     Args:
         rows: One for each pair of versions.
-        count: Of files that are tested.
 
     Returns:
         Markdown.
     """
     machine = f"{platform.system()} {platform.machine()}"
-    text = INTRODUCTION.format(machine=machine, count=count)
+    text = INTRODUCTION.format(
+        machine=machine, count=len(TESTS), python=TESTED_PYTHON, python_count=len(PYTHON_TESTS)
+    )
     for row in rows:
         text += f"| {row.python} | {row.torch} | "
         if row.ran:
             minutes = row.seconds / 60
-            text += f"{row.passed} | {len(row.failed)} | {row.skipped} | {minutes:.0f} |\n"
+            text += f"{row.passed} | {len(row.failed)} | {len(row.skipped)} | {minutes:.0f} |\n"
         else:
             text += "not tried: no such Python here, or it could not be installed | | | |\n"
     for row in rows:
@@ -165,6 +186,10 @@ def page(rows: list[Row], count: int) -> str:
             text += f"\nFailed with Python {row.python} and PyTorch {row.torch}:\n\n"
             for name in row.failed:
                 text += f"- `{name}`\n"
+        if row.skipped:
+            text += f"\nSkipped with Python {row.python} and PyTorch {row.torch}:\n\n"
+            for reason, times in Counter(row.skipped).items():
+                text += f"- {reason} (tests: {times})\n"
     return text
 
 
@@ -176,7 +201,7 @@ def main() -> int:
     if not any(row.ran for row in rows):
         print("no report in build/matrix: run `make test-matrix`", file=sys.stderr)
         return 1
-    write_atomically(PAGE, page(rows, len(TESTS)).encode())
+    write_atomically(PAGE, page(rows).encode())
     for row in rows:
         print(row)
     return 0

@@ -81,7 +81,7 @@ def _takeaways(text: str) -> list[str]:
     found = []
     for match in TAKEAWAY.finditer(text):
         sentence = match[1] or match[2]
-        if re.match(r"\w\w", sentence):  # not a symbol
+        if re.match(r"\w\w|a ", sentence):  # not a symbol
             sentence = sentence[0].upper() + sentence[1:]
         found.append(sentence)
     return found

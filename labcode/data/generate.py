@@ -315,7 +315,10 @@ def main(arguments: Sequence[str]) -> int:
     shape = " x ".join(map(str, plan.shape))
     chunk = " x ".join(map(str, plan.chunks))
     print(f"{asked.path}: {len(VARIABLES)} variables of {shape} in chunks of {chunk}, ", end="")
-    print(f"{si(plan.num_bytes, 'B')}; read it with --data.path {asked.path}")
+    print(
+        f"{si(plan.num_bytes, 'B')}; read parts of its maps with --data.path {asked.path} "
+        "--data.crop 30 60"
+    )
     return 0
 
 

@@ -131,7 +131,7 @@ def names_in_gpt2(config: GPTConfig) -> dict[str, str]:
     if config.positions != "learned":
         raise ValueError(
             f"model.positions={config.positions}: a GPT-2 has learned positions, "
-            "and its format has no place for others"
+            "and its format has no place for others: train with --model.positions learned"
         )
     if config.kv_heads != config.num_heads:
         raise ValueError(

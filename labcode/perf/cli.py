@@ -126,7 +126,9 @@ def find_model(name: str, vocab_size: int | None = None) -> Transformer:
     try:
         return Transformer.of(model)
     except ValueError as error:
-        raise ValueError(f"{name} takes sizes from its data ({error}): add --vocab-size") from None
+        missing = str(error).partition("=")[0]
+        cure = "add --vocab-size" if missing == "vocab_size" else "name another model"
+        raise ValueError(f"{name} takes {missing} from its data: {cure}") from None
 
 
 def _settings(options: argparse.Namespace) -> Settings:

@@ -133,6 +133,9 @@ def compare(
     Raises:
         ValueError: There is nothing to compare, in one line.
     """
+    for run in (run_a, run_b):
+        if not run.is_dir():
+            raise ValueError(f"{run} does not exist: give the folder of a run")
     records = [_record_of(run_a), _record_of(run_b)]
     steps = [_steps_in(record) for record in records]
     both = sorted(set(steps[0]) & set(steps[1]))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from labcode.command import HELP, UsageError, field_table, read_changes
-from labcode.files import write_atomically
+from labcode.files import print_out, write_atomically
 from labcode.recipes import RECIPES
 from labcode.slurm.lint.linter import lint
 from labcode.slurm.lint.rules import RULES
@@ -92,7 +92,7 @@ def main(args: Sequence[str]) -> int:
         0; 1 for a failed job or script, 2 for a user error, 130 after Ctrl-C.
     """
     if not args or args[0] in HELP:
-        print(_USAGE)
+        print_out(_USAGE)
         return 0
     try:
         if args[0] not in COMMANDS:
@@ -118,7 +118,7 @@ def parse(args: Sequence[str], command: str = "submit") -> tuple[str | None, Opt
         SystemExit: With code 0, after `--help` has been printed.
     """
     if any(word in HELP for word in args):
-        print(_options_help(command))
+        print_out(_options_help(command))
         raise SystemExit(0)
     target = None
     words = list(args)

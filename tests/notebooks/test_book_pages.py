@@ -155,9 +155,11 @@ def test_nothing_is_fetched_from_elsewhere_and_each_picture_has_a_text(built, pa
 
 
 def test_each_lesson_is_there_whole_and_light(built, pages):
+    in_table = re.search(r"(?s)<table.*?</table>", (built / "index.html").read_text())
     for lesson in LESSONS:
         path = built / f"{lesson.stem}.html"
         text = path.read_text()
+        assert in_table and f'href="{lesson.stem}.html"' in in_table[0]
         assert "For the instructor" not in text
         solution = nbformat.read(ROOT / lesson.solution, as_version=4)
         outputs = [out for cell in solution.cells for out in cell.get("outputs", [])]

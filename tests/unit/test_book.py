@@ -22,15 +22,12 @@ from tools import (  # noqa: E402  (tools/ is not installed)
 
 LESSONS = course_map.lessons()
 GLOSSARY = """
-all-reduce | all-reduced
-: A sum that
-  every rank gets.
+**all-reduce** (all-reduced): A sum that
+every rank gets.
 
-ring all-reduce
-: In a ring.
+**ring all-reduce**: In a ring.
 
-ZeRO
-: It divides.
+**ZeRO**: It divides.
 """
 
 
@@ -73,7 +70,7 @@ def test_a_term_may_go_over_the_end_of_a_line():
 
 def test_a_form_of_two_terms_is_told():
     with pytest.raises(ValueError, match=r"^'all-reduce' is a form of 'all-reduce' and of 'x'"):
-        book_terms.terms(GLOSSARY + "\nx | all-reduce\n: Twice.\n")
+        book_terms.terms(GLOSSARY + "\n**x** (all-reduce): Twice.\n")
 
 
 def test_the_glossary_says_where_a_term_is_first_used():

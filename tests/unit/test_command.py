@@ -1,8 +1,10 @@
 """What is typed after `python -m labcode.train` is read, or refused in one line."""
 
 import io
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -181,3 +183,24 @@ def test_no_help_library_is_loaded_to_read_a_command_line():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False False"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    words = "python -u -m labcode.train gpt_tiny --help | head -n 1; echo ${PIPESTATUS[0]}"
+    programs = Path(sys.executable).parent
+    environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", words], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[1:] == ["0"]
+
+
+def test_the_help_has_what_stands_above_a_field_and_behind_it(capsys):
+    with pytest.raises(SystemExit):
+        command.parse(["gpt_tiny", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    (zero,) = [i for i, line in enumerate(lines) if line.startswith("  --parallel.zero_stage ")]
+    (tp,) = [i for i, line in enumerate(lines) if line.startswith("  --parallel.tp ")]
+    assert lines[zero + 1].strip().startswith("what is divided over dp: 1 the optimizer's state")
+    assert lines[tp + 1].strip() == "ranks of tensor parallelism"

@@ -1,5 +1,6 @@
 """The pictures in images/ are what would be drawn now; the map of the course is its lessons'."""
 
+import itertools
 import shutil
 import sys
 from pathlib import Path
@@ -95,6 +96,22 @@ def test_a_need_that_another_need_implies_draws_no_arrow(tmp_path):
     assert course_map.direct_needs(lessons) == {"00": (), "01": ("00",), "02": ("01",)}
     words = [text.get_text() for text in maps.course(lessons).axes[0].texts]
     assert "5 min, after 01" in words
+
+
+def test_no_arrow_of_the_map_runs_over_a_lesson():
+    lessons = course_map.lessons()
+    places = maps.places_of(lessons)
+    routes = maps.routes_of(course_map.direct_needs(lessons), places)
+    assert len(routes) > len(lessons) > 20
+    for route in routes:
+        bends = maps.bends_of(route, routes, places)
+        for (x0, y0), (x1, y1) in itertools.pairwise(bends):
+            assert x0 == x1 or y0 == y1
+            for number, (left, bottom) in places.items():
+                is_beside = max(x0, x1) <= left or min(x0, x1) >= left + maps.LESSON_WIDTH
+                is_above = min(y0, y1) >= bottom + maps.LESSON_HEIGHT
+                is_below = max(y0, y1) <= bottom
+                assert is_beside or is_above or is_below, (route, number)
 
 
 def test_the_command_names_what_is_stale(tmp_path, monkeypatch, capsys):

@@ -5,8 +5,11 @@ So every `-m labcode.train ...` is read as the program reads it, and the config 
 model fits the grid.
 """
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,3 +107,49 @@ def test_heads_that_the_ranks_cannot_share_are_found():
     assert command.ranks == 8
     with pytest.raises(ValueError, match=r"model\.num_heads=6 is not divisible by parallel\.tp=8"):
         check(command)
+
+
+# What README and guide show of the other programs is run as it stands there, with these names of
+# files that a reader would have.
+FILES = {
+    "my_site.yaml": str(ROOT / "slurm" / "sites" / "generic.yaml"),
+    "my_own_script.sbatch": str(ROOT / "slurm" / "ddp_2_nodes-generic.sbatch"),
+}
+# These are run elsewhere: {how the command begins: by which test}.
+RUN_ELSEWHERE = {
+    "python -m labcode.slurm submit": "tests/slurm/test_submit.py",
+    "python -m labcode.train.profile": "tests/ranks/test_step_profiler.py",
+}
+
+
+def programs_shown():
+    """The indented commands of README and guide that start another program of the course."""
+    shown = set()
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            command = re.split(r"\s+#", line.strip())[0]
+            is_shown = line.startswith("    ") and "python -m labcode" in command
+            is_shown = is_shown and PROGRAM not in command
+            if is_shown and not command.startswith(tuple(RUN_ELSEWHERE)):
+                shown.add(command)
+    return [pytest.param(command, id=command) for command in sorted(shown)]
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("command", programs_shown())
+def test_a_program_that_is_shown_runs(command, tmp_path):
+    for name, path in FILES.items():
+        command = command.replace(name, path)
+    programs = Path(sys.executable).parent
+    environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    differs = 1 if command.startswith("diff ") else 0
+    assert done.returncode == differs, done.stderr
+    assert done.stdout

@@ -19,6 +19,7 @@ from labcode.slurm.run.handle import JobFailed
 from labcode.slurm.run.submit import submit
 from labcode.slurm.run.supervisor import MODULE, Plan, Record
 from labcode.slurm.script.job import Job
+from labcode.slurm.script.site import load
 
 TINY = (
     "--train.steps",
@@ -71,6 +72,17 @@ def test_a_recipe_trains_on_two_emulated_nodes_and_says_where(monkeypatch, capfd
     assert Path(f"runs/two words-{handle.number}/config.json").is_file()
     assert main(["status", handle.number]) == 0 and "COMPLETED" in capfd.readouterr().out
     assert local.find(handle.number, Path()).info().nodes == "2 emulated"
+
+
+def test_a_scratch_folder_that_only_the_cluster_has_is_runs_here(monkeypatch):
+    site = load("perlmutter")
+    assert site.scratch == "$SCRATCH/labcode"
+    monkeypatch.delenv("SCRATCH", raising=False)
+    assert local.scratch_here(site) == "runs"
+    monkeypatch.setenv("SCRATCH", "")
+    assert local.scratch_here(site) == "runs"
+    monkeypatch.setenv("SCRATCH", "/disk/me")
+    assert local.scratch_here(site) == "/disk/me/labcode"
 
 
 def test_the_failing_rank_is_named_and_the_others_are_ended():

@@ -9,6 +9,7 @@ it writes down.
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -106,7 +107,7 @@ def start(job: Job, site: Site, folder: Path, keep: bool = False) -> LocalHandle
     base = folder.absolute() / f"{job.name}-{number}"
     record = base.with_name(base.name + ".json")
     log = base.with_name(base.name + ".log")
-    out = os.path.expandvars(f"{site.scratch.rstrip('/')}/{job.name}-{number}")
+    out = f"{scratch_here(site)}/{job.name}-{number}"
     gpus = gpus_of_driver() if site.gpus.per_node else 0
     port = _free_port()
     plan = Plan(
@@ -131,6 +132,14 @@ def start(job: Job, site: Site, folder: Path, keep: bool = False) -> LocalHandle
     device = f", {gpus} GPUs" if gpus >= job.world_size else ""
     where = f"this machine, no SLURM: {nodes} x {count(job.ranks_per_node, 'rank')}{device}"
     return LocalHandle(record, where, keep, job.minutes * 60 + 60.0, process)
+
+
+def scratch_here(site: Site) -> str:
+    """The site's folder for runs, or `runs` where this machine does not set a variable in it."""
+    for name in re.findall(r"\$\{?(\w+)", site.scratch):
+        if not os.environ.get(name):
+            return "runs"
+    return os.path.expandvars(site.scratch.rstrip("/"))
 
 
 def find(number: str, folder: Path) -> LocalHandle:

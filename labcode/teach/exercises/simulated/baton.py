@@ -280,9 +280,9 @@ def _any_is_ready(requests: Sequence[Request]) -> bool:
 
 
 def _trace(rank: Rank, frame: FrameType, event: str, _: Any) -> Any:
-    """Counts the bytecodes of the learner's code; libraries and checks are not slowed down.
+    """Counts the learner's lines and bytecodes; libraries and checks are not slowed down.
 
-    Bytecodes and not lines: Python 3.11 reports no new line while `while True: pass` runs. After a
+    Not lines alone: Python 3.11 reports no new one while `while True: pass` runs. After a
     trace function has raised, Python traces no more, so a loop around a bare `except:` would go on;
     `sys.monitoring`, which begins with Python 3.12, could end it.
     """
@@ -290,12 +290,9 @@ def _trace(rank: Rank, frame: FrameType, event: str, _: Any) -> Any:
         raise Hint(rank.run.ours[frame.f_code])
     if is_library(frame.f_code.co_filename):
         return None
-    frame.f_trace_opcodes = True
-    frame.f_trace_lines = False
 
     def on_step(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "opcode":
-            rank.steps += 1
+        rank.steps += 1
         if rank.run.is_interrupted:
             raise Ended
         if rank.steps > rank.run.max_steps:
@@ -303,6 +300,8 @@ def _trace(rank: Rank, frame: FrameType, event: str, _: Any) -> Any:
             raise Endless(f"{name} did not come to an end (line {frame.f_lineno})")
         return on_step
 
+    frame.f_trace = on_step  # first: from Python 3.13 on the next line has no effect without it
+    frame.f_trace_opcodes = True
     return on_step
 
 
