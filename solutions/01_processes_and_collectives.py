@@ -470,7 +470,8 @@ check("1.1", reduce_scatter_half, ranks)
 # that p divides the number of elements.
 #
 # Two things to know. `x.view(-1)` is the same memory seen as one long row, and `.chunk(p)` cuts a row into p parts
-# without copying it; they come as a tuple, and `list(...)` of it is what exercise 1.1 can work on. And what arrives in the second half can be received straight into its place.
+# without copying it. (It gives a tuple; `list(...)` makes of it the list that exercise 1.1 works on.) And what arrives
+# in the second half can be received straight into its place.
 #
 # If you skipped exercise 1.1, call `ring.reduce_scatter_phase(chunks, group)` for the first half.
 

@@ -107,6 +107,15 @@ def test_a_learner_finds_what_is_needed(unpacked, texts):
     assert done.stdout.splitlines()[-1] == "Next: exercise 0.1 in 00_start_here.ipynb"
 
 
+def test_its_pages_ask_for_nothing_that_a_learner_lacks(texts):
+    """No git, and no lesson anew from it; the guide comes without links to tests and benchmarks."""
+    assert "git" not in texts["COURSE.md"] and "labcode reset" not in texts["COURSE.md"]
+    assert texts["COURSE.md"].count("**Begin a lesson anew.**") == 1
+    assert "A cell does not end" in texts["COURSE.md"]
+    for name in handout.GUIDE:
+        assert "](../../" not in texts[f"book/guide/{name}.md"]
+
+
 def test_programs_are_still_programs(unpacked):
     with zipfile.ZipFile(unpacked.parents[1] / "out.zip") as packed:
         mode = packed.getinfo(f"{handout.NAME}/slurm/cluster").external_attr >> 16

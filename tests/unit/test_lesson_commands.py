@@ -115,11 +115,10 @@ FILES = {
     "my_site.yaml": str(ROOT / "slurm" / "sites" / "generic.yaml"),
     "my_own_script.sbatch": str(ROOT / "slurm" / "ddp_2_nodes-generic.sbatch"),
 }
-# These are run elsewhere: {how the command begins: by which test}.
-RUN_ELSEWHERE = {
-    "python -m labcode.slurm submit": "tests/slurm/test_submit.py",
-    "python -m labcode.train.profile": "tests/ranks/test_step_profiler.py",
-}
+RUN_ELSEWHERE = (
+    "python -m labcode.slurm submit",  # tests/slurm/test_submit.py
+    "python -m labcode.train.profile",  # tests/ranks/test_step_profiler.py
+)
 
 
 def programs_shown():
@@ -129,8 +128,8 @@ def programs_shown():
         for line in page.read_text().splitlines():
             command = re.split(r"\s+#", line.strip())[0]
             is_shown = line.startswith("    ") and "python -m labcode" in command
-            is_shown = is_shown and PROGRAM not in command
-            if is_shown and not command.startswith(tuple(RUN_ELSEWHERE)):
+            is_run_here = PROGRAM not in command and not command.startswith(RUN_ELSEWHERE)
+            if is_shown and is_run_here:
                 shown.add(command)
     return [pytest.param(command, id=command) for command in sorted(shown)]
 
