@@ -3,9 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 STAMP := .setup-done
-PART := all
+TIMED := test test-lessons chosen chosen-lessons changed changed-lessons release release-lessons
 # Two workers, each with one thread of its own; lessons are executed as learners do it, and one at a time.
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadscope
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadscope --no-loadscope-reorder
 LESSONS := $(BIN)/python -m pytest tests/notebooks
 
 .DEFAULT_GOAL := help
@@ -32,17 +32,22 @@ lab: $(VENV)/$(STAMP)  ## open JupyterLab on the first lesson; TensorBoard is a 
 shell: $(VENV)/$(STAMP)  ## a shell that finds `python -m labcode.train` and `torchrun`, as JupyterLab's terminal does
 	@COURSE_PROGRAMS=$(CURDIR)/$(BIN) COURSE_FOLDER=$(CURDIR) bash --rcfile tools/jupyter/bashrc
 
-test: $(VENV)/$(STAMP)  ## the tests that prove a checkout: library, ranks, a notebook, browser, SLURM where it can be had
+test: test-library test-lesson  ## the tests that prove a checkout: library, ranks, a notebook, browser, SLURM where it can be had
+
+.PHONY: test-library test-lesson
+test-library: $(VENV)/$(STAMP)
 	$(TESTS) -m 'not release and not lesson' --junitxml=build/test.xml
+
+test-lesson: $(VENV)/$(STAMP)
 	$(LESSONS) -m 'lesson and not release' --junitxml=build/test-lessons.xml
 
 test-changed: $(VENV)/$(STAMP)  ## what this change touches besides: its lessons executed, their answers, stories of its rooms
 	$(TESTS) -m 'release and not lesson' --changed --junitxml=build/changed.xml || test $$? -eq 5
 	$(LESSONS) -m 'release and lesson' --changed --junitxml=build/changed-lessons.xml || test $$? -eq 5
 
-test-release: $(VENV)/$(STAMP)  ## all other tests: every lesson both ways, every answer, matrices, stories; PART=commit for a quarter
-	$(TESTS) -m 'release and not lesson' --part=$(PART) --junitxml=build/release.xml
-	$(LESSONS) -m 'release and lesson' --part=$(PART) --junitxml=build/release-lessons.xml
+test-release: $(VENV)/$(STAMP)  ## all other tests: every lesson both ways, every answer, matrices, stories
+	$(TESTS) -m 'release and not lesson' --junitxml=build/release.xml
+	$(LESSONS) -m 'release and lesson' --junitxml=build/release-lessons.xml
 
 test-matrix: $(VENV)/$(STAMP)  ## what depends on PyTorch, on each version of it and of Python; about 1 hour, 7 GB at a time
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_FLAGS) -c constraints.txt -e '.[matrix]'
@@ -52,8 +57,8 @@ test-matrix: $(VENV)/$(STAMP)  ## what depends on PyTorch, on each version of it
 answers: $(VENV)/$(STAMP)  ## every right and wrong answer to the exercises that is kept
 	$(TESTS:tests=tests/exercises) -m ''
 
-durations: $(VENV)/$(STAMP)  ## write tests/durations.md from the last `make test` and `make test-release`
-	$(BIN)/python -m tools.durations build/test.xml build/test-lessons.xml build/release.xml build/release-lessons.xml > tests/durations.md
+durations: $(VENV)/$(STAMP)  ## write tests/costs.json and tests/durations.md from the reports in build/
+	$(BIN)/python -m tools.durations $(TIMED:%=build/%.xml)
 
 slurm-test: $(VENV)/$(STAMP)  ## the tests of what is generated for SLURM, on a real one; says which Debian packages it misses
 	@slurm/cluster up 1 --name check && slurm/cluster down --name check

@@ -1,22 +1,23 @@
 """What a change touches: the lessons, and the test files whose subject it is.
 
-A change is everything since the commit that it starts from. Tests of the release tier that prove
-what it touches run before it lands (`make test-changed`); the others have their turn.
+A change is everything since the commit that it starts from. Of the tests of the release tier that
+prove what it touches a landing runs as many as it has time for (tests/choice.py), and `make
+test-changed` all; the others have their turn.
 """
 
 import ast
 import fnmatch
 import functools
+import json
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from choice import ITSELF, NOT, THROUGH
 
 ROOT = Path(__file__).resolve().parents[1]
-# A change that touches more than these is proved by `make test-release`, and not in one run.
-MOST_LESSONS = 6
-MOST_FILES = 80  # of the library
+QUOTED = "nbval-check-output"  # the tag of a cell whose stored output is compared
 
 # {tests: what they tell a story of}; a test file that changed itself runs as well
 SUBJECTS = {
@@ -53,8 +54,21 @@ SUBJECTS = {
     "tests/ranks/test_compile.py": ["labcode/models/parallelize.py"],
     "tests/ranks/test_fp8.py": ["labcode/precision/*"],
     "tests/ranks/test_debug.py": ["labcode/precision/*"],
+    "tests/ranks/test_parts.py": ["labcode/train/step.py", "labcode/train/measure.py"],
+    "tests/ranks/test_calibrate.py": [
+        "labcode/train/calibrate.py",
+        "labcode/train/device_speed.py",
+    ],
+    "tests/unit/test_slurm_local.py": ["labcode/slurm/run/*", "labcode/launch*.py"],
+    "tests/unit/test_loader.py": ["labcode/data/loader.py", "labcode/fork_server.py"],
     "tests/ranks/test_dry_run.py": ["labcode/perf/*", "labcode/train/dry_run.py"],
-    "tests/notebooks/test_book_pages.py": ["book/*", "tools/book*.py"],
+    # the answers that need real processes; the others are tried in every run
+    "tests/exercises/*": [
+        "labcode/teach/check.py",
+        "labcode/teach/exercises/expect.py",
+        "labcode/teach/exercises/simulated/*",
+    ],
+    "tests/notebooks/test_book_pages.py": ["book/*", "tools/book*.py", "solutions/*.ipynb"],
     "tests/notebooks/test_browser.py": ["tools/jupyter/*", "tools/build_notebooks.py"],
     "tests/notebooks/test_tensorboard.py": ["tools/jupyter/*"],
 }
@@ -65,27 +79,28 @@ class Change:
 
     Args:
         paths: The files that changed, from the repository's root.
+        start: That commit; None: nothing is known of what was there before.
     """
 
-    def __init__(self, paths: set[str]) -> None:
+    def __init__(self, paths: set[str], start: str | None = None) -> None:
         self.paths = paths
-        self.lessons = {number for number in lessons() if self._touches_lesson(number)}
-        library = [path for path in paths if path.startswith("labcode/")]
-        self.is_too_large = len(self.lessons) > MOST_LESSONS or len(library) > MOST_FILES
+        self._start = start
+        self.lessons = {number: self._lesson(number) for number in lessons()}
 
-    def touches(self, item: pytest.Item) -> bool:
-        """Whether a test proves what changed; none does where too much changed for one run."""
-        if self.is_too_large:
-            return False
-        number = lesson_of(item)
-        if number is not None:
-            return number in self.lessons
+    def touches(self, item: pytest.Item) -> int:
+        """How the change touches what a test proves: NOT, THROUGH something else, or ITSELF."""
         file = item.nodeid.partition("::")[0]
-        patterns = [file]
+        touched = NOT
         for tests, subjects in SUBJECTS.items():
-            if fnmatch.fnmatch(file, tests):
-                patterns += subjects
-        return self._any(patterns)
+            if fnmatch.fnmatch(file, tests) and self._any(subjects):
+                touched = THROUGH
+        number = lesson_of(item)
+        if number is None:
+            return ITSELF if file in self.paths else touched
+        # a student version is held by a rule as well: its turn is behind the solutions
+        is_solution = item.originalname.startswith("test_solution")
+        own = self.lessons[number]
+        return max(touched, own if is_solution else min(own, THROUGH))
 
     def _any(self, patterns: list[str]) -> bool:
         for path in self.paths:
@@ -93,14 +108,38 @@ class Change:
                 return True
         return False
 
-    def _touches_lesson(self, number: str) -> bool:
+    def _lesson(self, number: str) -> int:
+        """How the change touches a lesson; its prose is no part of what runs."""
+        (notebook,) = (ROOT / "solutions").glob(f"{number}_*.ipynb")
+        path = notebook.relative_to(ROOT).as_posix()
+        if path in self.paths and executed(notebook.read_text()) != executed(self._before(path)):
+            return ITSELF
         own = [
-            f"solutions/{number}_*.py",
             f"labcode/teach/exercises/l{number}*",
             f"labcode/teach/labs/l{number}*",
             f"tests/exercises/{number}.py",
         ]
-        return self._any([*own, *imported(number)])
+        return THROUGH if self._any([*own, *imported(number)]) else NOT
+
+    def _before(self, path: str) -> str:
+        """A file as it was before the change; empty if it was not there."""
+        return "\n".join(git("show", f"{self._start}:{path}")) if self._start else ""
+
+
+def executed(notebook: str) -> list[tuple[str, object]]:
+    """What a run of a notebook depends on: its code, and the outputs that it has to give again.
+
+    Args:
+        notebook: The file's text; empty for none.
+    """
+    if not notebook:
+        return []
+    found = []
+    for cell in json.loads(notebook)["cells"]:
+        if cell["cell_type"] == "code":
+            is_quoted = QUOTED in cell["metadata"].get("tags", [])
+            found.append(("".join(cell["source"]), cell["outputs"] if is_quoted else None))
+    return found
 
 
 def lessons() -> list[str]:
@@ -164,4 +203,4 @@ def since_base() -> Change:
     """What has changed since the base, also what is not committed; everything without git."""
     start = base()
     changed = git("diff", "--name-only", start) if start else git("ls-files")
-    return Change({*changed, *git("ls-files", "--others", "--exclude-standard")})
+    return Change({*changed, *git("ls-files", "--others", "--exclude-standard")}, start)

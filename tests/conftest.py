@@ -1,13 +1,14 @@
 """What all tests share: tiers, lanes, and what may be tried again.
 
-`make test` runs all tests but those marked `release`; those run in `make test-release`, a part of
-them in each CI run, and where a change touches what they prove (tests/changed.py). Tests marked
-`lesson` execute a notebook, with nothing beside them.
+`make test` runs all tests but those marked `release`. Those run in `make test-release`, and in each
+run of CI as many as it has time for (tests/choice.py): what a change touches (tests/changed.py),
+and those whose turn it is. Tests marked `lesson` execute a notebook, with nothing beside them.
 
 Two workers of pytest-xdist run tests at the same time. Tests that share something costly (a pool of
 ranks, a cluster, a fixture of their module) share a group, and with it a worker.
 """
 
+import collections
 import functools
 import re
 import signal
@@ -15,8 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import changed
+import choice
 import hypothesis
-import parts
 import psutil
 import pytest
 from faults import waiting
@@ -61,31 +62,61 @@ def survivors() -> Callable[[Iterable[psutil.Process]], list[psutil.Process]]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--part",
-        choices=("all", "commit"),
-        default="all",
-        help="commit: of the tests marked release a quarter, another one at each commit",
-    )
-    parser.addoption(
         "--changed",
         action="store_true",
         help="of the tests marked release those that prove what this change touches",
     )
+    parser.addoption(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="of the tests marked release those whose turn it is at this landing, and as many of "
+        "those that --changed would choose as take this long",
+    )
+
+
+# Half a minute, which the first of them that runs pays for.
+SHARE_A_LONG_FIXTURE = ("tests/faults/test_faults.py", "tests/notebooks/test_book_pages.py")
 
 
 def is_release(item: pytest.Item) -> bool:
     return item.get_closest_marker("release") is not None
 
 
-def is_chosen(item: pytest.Item, part: int | None, change: changed.Change | None) -> bool:
-    """Whether a test runs; only one of the release tier may be left to another run."""
-    if not is_release(item):
-        return True
-    if change is None and part is None:
-        return True
-    if change is not None and change.touches(item):
-        return True
-    return part is not None and parts.of_test(item.nodeid) == part
+def subject_of(item: pytest.Item) -> str:
+    """What is proved at least once where a change touches it: a file, or a lesson's answers.
+
+    Lessons that are executed are one subject: what a change of many of them leaves to later
+    landings is held by the answers of each, most of which are tried in every run.
+    """
+    file = item.nodeid.partition("::")[0]
+    number = changed.lesson_of(item)
+    is_lesson = item.get_closest_marker("lesson") is not None
+    return file if number is None or is_lesson else f"answers of lesson {number}"
+
+
+def candidate(item: pytest.Item, change: changed.Change) -> choice.Candidate:
+    is_lesson = item.get_closest_marker("lesson") is not None
+    unknown_s = choice.UNKNOWN_LESSON_S if is_lesson else choice.UNKNOWN_S
+    seconds = choice.costs().get(item.nodeid, unknown_s)
+    file = item.nodeid.partition("::")[0]
+    beside = file if file in SHARE_A_LONG_FIXTURE else ""
+    return choice.Candidate(item.nodeid, subject_of(item), seconds, change.touches(item), beside)
+
+
+def left_out(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests marked release that this run has not chosen."""
+    budget_s = config.getoption("--budget")
+    if budget_s is None and not config.getoption("--changed"):
+        return []
+    change = changed.since_base()
+    known = [candidate(item, change) for item in items if is_release(item)]
+    if budget_s is None:
+        names = {each.name for each in known if each.touched}
+    else:
+        workers = getattr(config, "workerinput", {}).get("workercount", 1)
+        names = choice.chosen(known, choice.landing(), budget_s * workers)
+    return [item for item in items if is_release(item) and item.nodeid not in names]
 
 
 # ---- which tests share a worker
@@ -113,8 +144,16 @@ def group_of(nodeid: str) -> str:
     return "pools" if shares_pools(file) else file
 
 
+def longest_first(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The groups that take longest first, so that no worker is left with one in the end."""
+    seconds: dict[str, float] = collections.defaultdict(float)
+    for item in items:
+        seconds[group_of(item.nodeid)] += choice.costs().get(item.nodeid, 0.0)
+    return sorted(items, key=lambda item: -seconds[group_of(item.nodeid)])
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Hand out groups of tests to the workers, the largest group first."""
+    """Hand out groups of tests to the workers, in the order of `longest_first`."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):
@@ -143,32 +182,23 @@ REAL = (
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Note in the report what tools/ci.py asks for: a test's full name, and whether it is real."""
+    """Note in the report a test's full name and tier, and whether it is real, for tools/."""
     item.user_properties.append(("nodeid", item.nodeid))
+    if item.get_closest_marker("lesson") is not None:
+        item.user_properties.append(("tier", "lessons"))
+    elif is_release(item):
+        item.user_properties.append(("tier", "release"))
     if item.nodeid.startswith(REAL):
         item.add_marker(pytest.mark.real)
         item.user_properties.append(("real", "yes"))
 
 
+@pytest.hookimpl(trylast=True)  # of the tests that -m has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part = parts.of_this_commit() if config.getoption("--part") == "commit" else None
-    change = changed.since_base() if config.getoption("--changed") else None
-    if change is not None and change.is_too_large:
-        config.stash[TOO_LARGE] = change
-    left_out = [item for item in items if not is_chosen(item, part, change)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if is_chosen(item, part, change)]
-
-
-TOO_LARGE = pytest.StashKey[changed.Change]()
-
-
-def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    """Say so where a change is not proved by this run alone."""
-    change = config.stash.get(TOO_LARGE, None)
-    if change is not None:
-        terminalreporter.write_line(
-            f"{len(change.paths)} files and {len(change.lessons)} lessons changed, more than one "
-            "run can prove: `make test-release` runs all of the release tier"
-        )
+    unchosen = left_out(config, items)
+    if unchosen:
+        config.hook.pytest_deselected(items=unchosen)
+        names = {item.nodeid for item in unchosen}
+        items[:] = [item for item in items if item.nodeid not in names]
+    if hasattr(config, "workerinput"):
+        items[:] = longest_first(items)

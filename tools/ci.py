@@ -1,9 +1,10 @@
 """What continuous integration runs, and why it is red: `python -m tools.ci`, from `.ci/run`.
 
-Each step is a command of the Makefile or one like it. A test of real processes, of SLURM or of a
-browser that fails runs once more, alone, in a new process; if it passes there, it is listed as
-flaky and does not decide. Whatever else fails does. The last lines are the list of what failed,
-each with the first line of its error.
+Each step is a command of the Makefile or one like it: the checks, `make test`, and of the release
+tier what the change touches and what has its turn, as much as there is time for (tests/choice.py).
+A test of real processes, of SLURM or of a browser that fails runs once more, alone, in a new
+process, while there is time; if it passes there, it is listed as flaky and does not decide.
+Whatever else fails does. The last lines are what failed, each with the first line of its error.
 """
 
 import os
@@ -19,12 +20,14 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
 # More failures than these are a defect, and no accident of a busy machine.
 MOST_SECOND_TRIES = 8
-SECOND_TRY_S = 900
+SECOND_TRIES_S = 150.0  # all of them together
+# What a change touches has this much of the clock, beside what has its turn.
+TOUCHED_S = "120"
 
+MAKE = ["make", "--no-print-directory", "--keep-going"]
 PYTEST = [sys.executable, "-m", "pytest"]
-# what this commit touches, and an eighth of the rest of the release tier
-CHOSEN = ["-m", "not lesson", "--changed", "--part=commit"]
-LESSONS = ["-m", "lesson", "--changed", "--part=commit"]
+NOTHING_CHOSEN = 5
+TWO_WORKERS = ["-n", "2", "--dist", "loadscope", "--no-loadscope-reorder"]
 
 
 @dataclass(frozen=True)
@@ -34,26 +37,36 @@ class Step:
     Args:
         name: What it is called in the table of times.
         command: What is run.
-        report: Where pytest writes its report, if it is pytest.
+        reports: What pytest writes, if it is pytest or a `make` that calls it.
         threads: Of a process, where not all that it may have.
     """
 
     name: str
     command: Sequence[str]
-    report: Path | None = None
+    reports: Sequence[Path] = ()
     threads: int | None = None
 
 
+def chosen(tests: str, which: str, report: str) -> list[str]:
+    """Pytest on what this run has time for."""
+    marks = ["-m", which, f"--budget={TOUCHED_S}"]
+    return [*PYTEST, tests, *marks, f"--junitxml={BUILD / report}"]
+
+
 STEPS = (
-    Step("check", ["make", "--no-print-directory", "check"]),
+    Step("make check", [*MAKE, "check"]),
+    Step("make test", [*MAKE, "test"], [BUILD / "test.xml", BUILD / "test-lessons.xml"]),
     Step(
-        "tests, two at a time",
-        [*PYTEST, "tests", *CHOSEN, "-n", "2", "--dist", "loadscope"],
-        BUILD / "tests.xml",
+        "of the release tier, two at a time",
+        [*chosen("tests", "release and not lesson", "chosen.xml"), *TWO_WORKERS],
+        [BUILD / "chosen.xml"],
         threads=1,
     ),
-    Step("lessons, one at a time", [*PYTEST, "tests/notebooks", *LESSONS], BUILD / "lessons.xml"),
-    Step("book", ["make", "--no-print-directory", "book"]),
+    Step(
+        "lessons, one at a time",
+        chosen("tests/notebooks", "release and lesson", "chosen-lessons.xml"),
+        [BUILD / "chosen-lessons.xml"],
+    ),
     Step(
         "no answers were committed",
         [sys.executable, "-m", "tools.build_notebooks", "--check", "--strict"],
@@ -134,13 +147,14 @@ def _error(problem: ElementTree.Element) -> str:
 
 
 def tried_again(
-    failures: Sequence[Failure], run_alone: Callable[[str], bool]
+    failures: Sequence[Failure], run_alone: Callable[[str, float], bool], within_s: float
 ) -> tuple[list[Failure], list[Failure]]:
-    """Give real tests their second try.
+    """Give real tests their second try, while there is time.
 
     Args:
         failures: Of the first run.
-        run_alone: Runs a test by itself and says whether it passed.
+        run_alone: Runs a test by itself, for so many seconds at most; says whether it passed.
+        within_s: The time that all of them have.
 
     Returns:
         (those that stay failures, those that passed alone).
@@ -150,17 +164,20 @@ def tried_again(
         return list(failures), []
     failed = [failure for failure in failures if not failure.is_real]
     flaky = []
+    end = time.monotonic() + within_s
     for failure in real:
-        (flaky if run_alone(failure.name) else failed).append(failure)
+        left_s = end - time.monotonic()
+        passed = left_s > 0 and run_alone(failure.name, left_s)
+        (flaky if passed else failed).append(failure)
     return failed, flaky
 
 
-def run_alone(name: str) -> bool:
-    """Whether a test passes in a process of its own."""
-    print(f"\n== once more, alone: {name}", flush=True)
+def run_alone(name: str, within_s: float) -> bool:
+    """Whether a test passes in a process of its own, within some seconds."""
+    print(f"\n== once more, alone, within {within_s:.0f} s: {name}", flush=True)
     command = [*PYTEST, "-m", "", "-p", "no:cacheprovider", name]
     try:
-        return subprocess.run(command, cwd=ROOT, timeout=SECOND_TRY_S, check=False).returncode == 0
+        return subprocess.run(command, cwd=ROOT, timeout=within_s, check=False).returncode == 0
     except subprocess.TimeoutExpired:
         return False
 
@@ -170,7 +187,7 @@ def main() -> int:
     BUILD.mkdir(exist_ok=True)
     failures: list[Failure] = []
     counts = Counts()
-    seconds: dict[str, float] = {}
+    seconds = {"packages and make setup": float(os.environ.get("SETUP_S", "0"))}
     for step in STEPS:
         print(f"\n== {step.name}", flush=True)
         started = time.monotonic()
@@ -179,11 +196,12 @@ def main() -> int:
         failures += found
         counts += counted
     started = time.monotonic()
-    failed, flaky = tried_again(failures, run_alone)
+    failed, flaky = tried_again(failures, run_alone, SECOND_TRIES_S)
     seconds["second tries"] = time.monotonic() - started
     print("\n== where the time went, in seconds")
     for name, each in seconds.items():
         print(f"{each:6.0f}  {name}")
+    print(f"{sum(seconds.values()):6.0f}  together")
     for failure in flaky:
         print(f"FLAKY {failure.name}: {failure.error} (enter it in tests/flaky.md)")
     for failure in failed:
@@ -196,21 +214,25 @@ def main() -> int:
 
 def _run(step: Step) -> tuple[list[Failure], Counts]:
     """The failures of a step and how many tests it had."""
-    command = list(step.command)
-    if step.report:
-        step.report.unlink(missing_ok=True)
-        command.append(f"--junitxml={step.report}")
+    for report in step.reports:
+        report.unlink(missing_ok=True)
     env = dict(os.environ)
     if step.threads:
         env["OMP_NUM_THREADS"] = str(step.threads)
-    code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
-    if not step.report:
-        lines = [] if code == 0 else [Failure(step.name, False, f"exit code {code}, see above")]
-        return lines, Counts()
-    failures, counts = read(step.report)
-    # 5: no tests were chosen, which is right for lessons that nothing touched
-    if code not in (0, 5) and not failures:
-        failures = [Failure(step.name, False, f"pytest ended with exit code {code}, see above")]
+    code = subprocess.run(step.command, cwd=ROOT, env=env, check=False).returncode
+    failures: list[Failure] = []
+    counts = Counts()
+    for report in step.reports:
+        found, counted = read(report)
+        if not report.exists():
+            error = f"exit code {code}, and no {report.name}: see above"
+            found = [Failure(step.name, False, error)]
+        failures += found
+        counts += counted
+    # 5: of what pytest found it has chosen nothing
+    may_be_empty = step.reports and code == NOTHING_CHOSEN
+    if code != 0 and not may_be_empty and not failures:
+        failures = [Failure(step.name, False, f"exit code {code}, see above")]
     return failures, counts
 
 

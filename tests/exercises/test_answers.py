@@ -1,9 +1,9 @@
 """Every check of an exercise: right answers pass, wrong ones get the hint meant for them.
 
-Answers that simulated ranks judge take milliseconds, and all of them are tried in every run. Those
-that need real processes are some hundreds: `make test` tries those to one lesson, `make
-test-changed` those to the lessons that changed, `make answers` all; CI runs a quarter of them at
-each commit.
+`make test` tries for each exercise one right answer, the lesson's solution wherever it stands for
+itself, and one wrong one; the others belong to the release tier, with all those that need real
+processes. A change of a lesson, of its checks or of what all checks stand on touches them; `make
+answers` tries all.
 """
 
 import runpy
@@ -22,18 +22,18 @@ LESSONS = {path.stem: runpy.run_path(str(path))["ANSWERS"] for path in FILES}
 EXERCISES = {name: answers for lesson in LESSONS.values() for name, answers in lesson.items()}
 
 
-def marks(exercise):
-    """Those of an exercise whose answers `make test` does not try."""
-    return [pytest.mark.release] if EXERCISES[exercise].real else []
+def marks(exercise, number=0):
+    """The tier of an exercise's answer, by its number among those of its kind."""
+    return [pytest.mark.release] if EXERCISES[exercise].real or number > 0 else []
 
 
 def cases(kind):
     """All answers of a kind."""
     found = []
     for exercise, answers in EXERCISES.items():
-        for name in getattr(answers, kind):
-            case = pytest.param(exercise, name, id=f"{exercise} {name}", marks=marks(exercise))
-            found.append(case)
+        for number, name in enumerate(getattr(answers, kind)):
+            label = f"{exercise} {name}"
+            found.append(pytest.param(exercise, name, id=label, marks=marks(exercise, number)))
     return found
 
 
@@ -91,10 +91,20 @@ def test_a_right_answer_passes(verdict, exercise, name):
     assert said.startswith("[v]"), said
 
 
-ON_RANKS = [exercise for exercise, kept in EXERCISES.items() if kept.takes_ranks and not kept.real]
+def on_ranks():
+    """The exercises whose solution runs on real ranks as well; `make test` has one of a lesson."""
+    found = []
+    lessons = set()
+    for exercise, kept in EXERCISES.items():
+        if kept.takes_ranks and not kept.real:
+            lesson = exercise.partition(".")[0]
+            in_release = [pytest.mark.release] if lesson in lessons else []
+            found.append(pytest.param(exercise, marks=in_release))
+            lessons.add(lesson)
+    return found
 
 
-@pytest.mark.parametrize("exercise", ON_RANKS)
+@pytest.mark.parametrize("exercise", on_ranks())
 def test_the_solution_does_the_same_on_real_ranks(pool, capsys, exercise):
     check(exercise, *in_the_cell(exercise, EXERCISES[exercise].all_right[THE_SOLUTION], pool))
     said = capsys.readouterr().out

@@ -14,7 +14,7 @@ SEED = 2
 SAMPLE = 100
 ONE_LINE = 0.98
 # a second each
-QUICK = ("output_folder", "resume", "damaged_checkpoints", "kills", "numerics")
+QUICK = ("output_folder", "resume", "damaged_checkpoints", "kills", "numerics", "full_disk")
 
 
 @functools.cache
@@ -46,7 +46,10 @@ def test_every_category_has_different_cases_and_the_same_for_the_same_seed():
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_case_is_answered_as_it_should_be(name):
-    (number,) = trial.sample(trial.cases_of(name, SEED), 1, SEED)
+    cases = trial.cases_of(name, SEED)
+    if not cases:
+        pytest.skip("a small disk needs user namespaces, which are not allowed here")
+    (number,) = trial.sample(cases, 1, SEED)
     results = trial.play_all(name, SEED, numbers=[number])
     assert results[0].good, told(results)
 

@@ -25,6 +25,7 @@ def measured_here():
     return measure(world(), Grid.create(GridShape(dp=2)), 4 * 2**30)
 
 
+@pytest.mark.release
 def test_this_machine_becomes_a_cluster_that_can_be_planned(ranks2, tmp_path):
     from labcode.train.calibrate import cluster_file
 

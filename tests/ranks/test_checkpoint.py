@@ -13,11 +13,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 import torch
+from covering import first
 from faults import forks
 from faults.waiting import until
 
@@ -89,9 +89,9 @@ def train(config, out, start, seed):
     return rows, {name: tensor.clone() for name, tensor in training.model.full_state_dict()}
 
 
-@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize("grid", first(2, GRIDS))
 def test_going_on_gives_bit_for_bit_the_run_that_never_stopped(ranks4, tmp_path, grid):
-    config = recipes.with_changes(CONFIG, grid)
+    config = recipes.with_changes(CONFIG, GRIDS[grid])
     (whole_rows, whole), *_ = ranks4.run(train, config, tmp_path, None, 3)
     found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert found == ["step-00000002", "step-00000004", "step-00000006"]
@@ -663,36 +663,6 @@ def test_whenever_a_save_ends_a_whole_checkpoint_is_there(ranks1, tmp_path):
         assert len(everything) <= 3
         before = newest_step
     assert found[-1][2] == [f"step-{found[-1][0]:08d}"]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("moment", ["write", "stored", "write_atomically"])
-def test_ctrl_c_in_a_save_is_a_ctrl_c(tmp_path, moment, ranks):
-    def patch():
-        """Rank 0 stops in the middle of its second checkpoint, and the others wait for it."""
-        from labcode.train.checkpoint import store, tensors
-
-        holder = store if moment != "write_atomically" else tensors
-        original = getattr(holder, moment)
-
-        def slow(*args, **kwargs):
-            is_there = (tmp_path / "run" / "checkpoints" / "step-00000004.partial").exists()
-            if is_there and os.environ.get("RANK", "0") == "0":
-                print("in the middle", flush=True)
-                time.sleep(60)
-            return original(*args, **kwargs)
-
-        setattr(holder, moment, slow)
-
-    args = [*TRAIN[3:], "--train.out=run"]
-    with forks.start(args, cwd=tmp_path, ranks=ranks, patch=patch) as running:
-        running.until(lambda: "in the middle" in running.text())
-        for rank in range(ranks):
-            running.signal(rank, signal.SIGINT)
-        done = running.wait()
-    assert done.codes == [130] * ranks, done.err
-    assert done.tracebacks == 0 and not done.errors, done.err
-    assert names(tmp_path / "run" / "checkpoints") == ["step-00000002"]
 
 
 @pytest.mark.release

@@ -322,7 +322,12 @@ ZERO = [  # (stage, whose, dp, pp, cp, tp): the model, and what else is switched
         TIED,
         {"train.micro_batch": 1, "parallel.sequence_parallel": True},
     ),
-    ((3, "labcode", 4, 1, 2, 1), GROUPED, {"parallel.zero_replicas": 2}),
+    pytest.param(
+        (3, "labcode", 4, 1, 2, 1),
+        GROUPED,
+        {"parallel.zero_replicas": 2},
+        marks=pytest.mark.release,
+    ),
 ]
 
 

@@ -5,6 +5,7 @@ part is the one that is slow.
 import time
 
 import pytest
+from covering import first
 from faults import forks
 from faults.cases import BASE
 
@@ -41,8 +42,9 @@ def slow_parts():
     ParallelModel.gradient_norm = later(ParallelModel.gradient_norm)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_rows_tell_the_parts_of_a_step(tmp_path, layout):
+@pytest.mark.parametrize("name", first(2, ["ours", "pp", "ddp", "zero 2", "tp", "zero bubble"]))
+def test_rows_tell_the_parts_of_a_step(tmp_path, name):
+    layout = LAYOUTS[name]
     args = [*ARGS, *ONE_RANK, *layout]
     done = forks.train(args, cwd=tmp_path, ranks=2, patch=slow_parts)
     assert done.codes == [0, 0], done.err

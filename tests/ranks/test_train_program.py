@@ -278,36 +278,6 @@ def test_an_error_that_one_rank_alone_knows_is_told_by_that_rank(tmp_path, where
     assert error_line(done) == line
 
 
-INTERRUPTED = """
-import sys
-import torch
-
-step = torch.optim.AdamW.step
-steps = 0
-
-def interrupted(self, *args, **options):
-    global steps
-    steps += 1
-    if steps == 3:
-        raise KeyboardInterrupt
-    return step(self, *args, **options)
-
-torch.optim.AdamW.step = interrupted
-
-from labcode.train.__main__ import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_a_step_that_ctrl_c_broke_off_does_not_count(tmp_path):
-    script = tmp_path / "interrupted.py"
-    script.write_text(INTERRUPTED)
-    done = run(sys.executable, str(script), "gpt_tiny", *SMALL, cwd=tmp_path)
-    assert done.returncode == 130
-    assert "interrupted after step 2: its metrics are in runs/gpt_tiny-001" in done.stderr
-    assert metrics.read(tmp_path / "runs" / "gpt_tiny-001")[-1]["step"] == 2
-
-
 @pytest.mark.release
 def test_a_vocabulary_above_the_tokenizers_gives_a_sample_all_the_same(tmp_path):
     """One step leaves the additional tokens almost as likely as the others."""
@@ -366,16 +336,6 @@ def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path):
         for rank in ranks:
             if processes.alive(rank):
                 rank.kill()
-
-
-def test_a_full_disk_is_one_line_and_the_lines_written_stay(tmp_path, on_small_disk):
-    done = on_small_disk(
-        "64k", *TRAIN, "gpt_tiny", *SMALL, "--train.steps", "100000", "--train.out", "disk/run"
-    )
-    assert done.returncode == 2, done.stderr
-    assert "no space left on device" in error_line(done)
-    assert "Traceback" not in done.stderr
-    assert metrics.read(tmp_path / "run")
 
 
 def test_reading_metrics_forgives_a_line_cut_short_at_the_end_only(tmp_path):

@@ -51,7 +51,8 @@ def cluster(slurm):
         yield cluster
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("srun", marks=pytest.mark.release)])
+@pytest.mark.release
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_both_launchers_train_on_two_nodes_with_every_rank_on_its_node(cluster, tmp_path, launcher):
     submitted = Submitted(
         cluster,
@@ -81,6 +82,7 @@ def test_four_nodes_train_one_grid(cluster, tmp_path):
     assert losses(metrics.read(submitted.out)) == pytest.approx(alone(tmp_path, 6), rel=0, abs=1e-9)
 
 
+@pytest.mark.release
 def test_an_array_runs_each_number_and_a_job_waits_for_its_dependency(cluster, tmp_path):
     hello = Job("", module="platform", ranks_per_node=1, name="hello", requeue=False)
     array = Submitted(cluster, tmp_path, dataclasses.replace(hello, name="array", array="0-2"))

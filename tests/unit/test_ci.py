@@ -50,32 +50,40 @@ def test_a_report_that_is_missing_or_cut_off_has_no_tests(tmp_path):
 def test_only_real_tests_are_tried_again_and_those_that_fail_twice_stay():
     tried = []
 
-    def passes(name):
+    def passes(name, within_s):
+        assert 0 < within_s <= 60
         tried.append(name)
         return "three" in name
 
     again = ci.Failure("tests/slurm/test_c.py::test_four", True, "late")
-    assert ci.tried_again([TWO, THREE, again], passes) == ([TWO, again], [THREE])
+    assert ci.tried_again([TWO, THREE, again], passes, 60.0) == ([TWO, again], [THREE])
     assert tried == [THREE.name, again.name]
 
 
 def test_many_failures_are_a_defect_and_nothing_is_tried_again():
     many = [ci.Failure(f"tests/ranks/test_b.py::test[{i}]", True, "late") for i in range(9)]
-    assert ci.tried_again(many, lambda name: True) == (many, [])
+    assert ci.tried_again(many, lambda *_: True, 60.0) == (many, [])
+
+
+def test_what_has_no_time_left_for_a_second_try_stays_a_failure():
+    assert ci.tried_again([THREE], lambda *_: True, 0.0) == ([THREE], [])
 
 
 def step(tmp_path, text, code):
-    """A step that writes a report and ends with an exit code."""
-    program = f"import sys; open(sys.argv[1].split('=')[1], 'w').write({text!r}); sys.exit({code})"
-    return ci.Step("made", [sys.executable, "-c", program], tmp_path / "made.xml")
+    """A step that writes a report and ends with an exit code; None: it writes none."""
+    report = tmp_path / "made.xml"
+    write = f"open({str(report)!r}, 'w').write({text!r})" if text is not None else ""
+    return ci.Step("made", [sys.executable, "-c", f"{write}\nraise SystemExit({code})"], [report])
 
 
 def test_a_step_that_fails_without_a_failed_test_is_named(tmp_path):
     failures, counts = ci._run(step(tmp_path, "", 3))
-    assert failures == [ci.Failure("made", False, "pytest ended with exit code 3, see above")]
+    assert failures == [ci.Failure("made", False, "exit code 3, see above")]
     assert counts == ci.Counts()
     assert ci._run(step(tmp_path, "<testsuites/>", 5)) == ([], ci.Counts())
     assert ci._run(step(tmp_path, REPORT, 1))[0] == [TWO, THREE]
+    lost = ci.Failure("made", False, "exit code 0, and no made.xml: see above")
+    assert ci._run(step(tmp_path, None, 0))[0] == [lost]
     plain = ci.Step("plain", [sys.executable, "-c", "raise SystemExit(2)"])
     assert ci._run(plain)[0] == [ci.Failure("plain", False, "exit code 2, see above")]
 
@@ -83,7 +91,7 @@ def test_a_step_that_fails_without_a_failed_test_is_named(tmp_path):
 def test_the_last_lines_say_what_failed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ci, "BUILD", tmp_path)
     monkeypatch.setattr(ci, "STEPS", (step(tmp_path, REPORT, 1),))
-    monkeypatch.setattr(ci, "run_alone", lambda name: True)
+    monkeypatch.setattr(ci, "run_alone", lambda *_: True)
     assert ci.main() == 1
     assert capsys.readouterr().out.splitlines()[-4:] == [
         f"FLAKY {THREE.name}: {THREE.error} (enter it in tests/flaky.md)",

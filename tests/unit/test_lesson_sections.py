@@ -1,4 +1,4 @@
-"""One can begin at any section of a lesson, and each says what it takes and needs."""
+"""One can begin at any section of a lesson, each says what it takes, and none needs an answer."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ import pytest
 
 from labcode import course
 from tools import course_map
-from tools.lesson_source import without_markers
+from tools.lesson_source import BEGIN, END, without_markers
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py"))
@@ -145,3 +145,71 @@ def test_a_section_that_needs_another_one_is_found():
     expected = ["2. Two (core, 5 min): f is of 1. One (core, 5 min)"]
     assert from_earlier_sections(text) == expected
     assert from_earlier_sections(text.replace("print(f", "f = abs\nprint(f")) == []
+
+
+# ---- the student version runs to its end, whatever the learner writes
+
+# In the student version a prediction is `name = ...`, and instructors have these cells alone; a
+# check accepts an exercise that is open.
+MAY_USE_ANSWERS = {"check", "exercise", "predict", "solution-only"}
+
+
+def without_magics(cell: str) -> str:
+    """The code of a cell; a line with a magic is empty, so that the others keep their numbers."""
+    return "\n".join("" if line.startswith(("%", "!")) else line for line in cell.splitlines())
+
+
+def names_of_learner(cell: str) -> set[str]:
+    """What an exercise binds by statements that the learner writes, wholly or in part."""
+    inside = set()
+    is_inside = False
+    for number, line in enumerate(cell.splitlines(), 1):
+        if line.strip() in (BEGIN, END):
+            is_inside = line.strip() == BEGIN
+        elif is_inside:
+            inside.add(number)
+    names = set()
+    for statement in ast.parse(without_magics(cell)).body:
+        lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+        if inside.intersection(lines):
+            _, bound = names_of(ast.unparse(statement))
+            names |= bound
+    return names
+
+
+def uses_of_answers(text: str) -> list[str]:
+    """The cells that need what a learner has written in a cell above."""
+    open_names: set[str] = set()
+    found = []
+    for cell in jupytext.reads(text, fmt="py:percent").cells:
+        if cell.cell_type != "code":
+            continue
+        tags = set(cell.metadata.get("tags", []))
+        read, bound = names_of(without_magics(cell.source))
+        if not tags & MAY_USE_ANSWERS:
+            for name in sorted(read & open_names):
+                found.append(f"{name}: {cell.source.splitlines()[0]}")
+        open_names -= bound
+        if "exercise" in tags:
+            open_names |= names_of_learner(cell.source)
+    return found
+
+
+@each_lesson
+def test_no_cell_uses_what_the_learner_writes(source):
+    """So the student version runs to its end with every exercise open.
+
+    By turns it is executed as well: tests/notebooks/test_lessons.py.
+    """
+    assert uses_of_answers(source.read_text(encoding="utf-8")) == []
+
+
+def test_a_cell_that_uses_an_answer_is_found():
+    exercise = (
+        '# %% tags=["exercise"]\nsizes = [3]\n\n\ndef mine(x):\n'
+        "    ### BEGIN SOLUTION\n    return x\n    ### END SOLUTION\n\n\n"
+    )
+    assert uses_of_answers(f"{exercise}# %%\nprint(mine(3))\n") == ["mine: print(mine(3))"]
+    assert uses_of_answers(f"{exercise}# %%\nprint(sizes)\n") == []
+    assert uses_of_answers(f'{exercise}# %% tags=["check"]\ncheck("1.1", mine)\n') == []
+    assert uses_of_answers(f"{exercise}# %%\nfrom labs import mine\n\n# %%\nmine(3)\n") == []

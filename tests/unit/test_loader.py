@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import covering
 import numpy as np
 import psutil
 import pytest
@@ -242,7 +243,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["ends", signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", covering.first(1, [signal.SIGKILL, "ends", signal.SIGINT]))
 def test_no_process_outlives_its_rank(tmp_path, how):
     (tmp_path / "rank.py").write_text(RANK)
     here = Path(__file__).parent

@@ -47,6 +47,7 @@ def module(name, code):
     return name
 
 
+@pytest.mark.release
 def test_a_recipe_trains_on_two_emulated_nodes_and_says_where(monkeypatch, capfd):
     for ask in ("find", "own"):
         # a machine without any SLURM
@@ -85,6 +86,7 @@ def test_a_scratch_folder_that_only_the_cluster_has_is_runs_here(monkeypatch):
     assert local.scratch_here(site) == "/disk/me/labcode"
 
 
+@pytest.mark.release
 def test_the_failing_rank_is_named_and_the_others_are_ended():
     code = """
         import os, time
@@ -157,6 +159,7 @@ def test_ranks_end_when_their_supervisor_is_killed(tmp_path, living, until):
     assert handle.wait(check=False).reason == "the supervisor of the job was killed"
 
 
+@pytest.mark.release
 def test_before_the_time_limit_ranks_are_told_and_at_the_limit_ended():
     code = """
         import signal, time
