@@ -179,7 +179,7 @@ plot.bars(
 # %% [markdown]
 # Training GPT-3 took 3.14e23 FLOPs (Brown et al. 2020, table D.1). How long would one machine need, and how long
 # would 1024 GPUs? For the CPU we take all that we have measured. For a GPU we take 40 % of the datasheet's peak,
-# which is what a good training run reaches (Chowdhery et al. 2022 report 46 %, on Google's TPU v4).
+# which is what a good training run reaches (Grattafiori et al. 2024 report 38 to 43 %, on up to 16,384 of them).
 
 # %%
 gpt3_flops = 3.14e23
@@ -646,7 +646,7 @@ print(ranks.run(still_here))
 # - Brown et al. 2020, *Language Models are Few-Shot Learners*, arXiv:2005.14165, table D.1: training compute of GPT-3.
 # - Rajbhandari et al. 2020, *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, arXiv:1910.02054,
 #   section 3.1: 16 bytes for each parameter.
-# - Chowdhery et al. 2022, *PaLM*, arXiv:2204.02311, appendix B: what share of the peak a good training run reaches.
+# - Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, table 4: 38 to 43 % of the peak of an H100.
 # - Peaks of GPUs: NVIDIA's datasheets, named next to each number in `labcode/hardware.py`.
 # - torchrun and its environment variables: docs.pytorch.org/docs/stable/elastic/run.html.
 

@@ -738,9 +738,9 @@ model_ratio = 64 * one_small_s / one_large_s
 print(f"by the model {model_ratio:.0f} times, measured {ratio:.0f} times")
 
 # %% [markdown]
-# The 64 small tensors have as many bytes as the large one, and their calls pay the latency 64 times. On a busy machine
-# a call takes longer whenever one of the four ranks has to wait for a core. α was measured with such a row of calls, so
-# it already contains the waiting.
+# The 64 small tensors have as many bytes as the large one, and their calls pay the latency 64 times. By the model this
+# cannot make them more than 64 times as long as one call. Where you measured more, the large call was quicker than the
+# model has it: as said above, it may lie below the model in the middle.
 #
 # **Takeaway: below p α β bytes you pay for the number of messages, and above it for their bytes. So small tensors
 # should travel together.** Section 1 of lesson 05 builds on this.
@@ -920,6 +920,12 @@ check("1.4", mean_loss, ranks)
 # `labcode.comm` reads those of torchrun and of srun, and chooses `world.device` and the backend. (Under srun the job
 # script has to set `MASTER_ADDR` and `MASTER_PORT`: lesson 14, section 2.) What changes is α and β.
 #
+# NCCL does not send everything round one ring. It makes several at once, so that all links of a GPU and all network
+# adapters of a node carry a part of the tensor: eight GPUs that have an adapter each leave their node by eight. For
+# small tensors on many nodes it takes a pair of trees in place of rings. Their latency grows with the logarithm of the
+# number of nodes, as that of your tree in section 5 does (Jeaugey 2019). Which one a call gets, NCCL decides by the
+# size of the tensor and by what it knows of the links.
+#
 # Tables of such measurements usually do not print α and β, but two bandwidths. The **algorithm bandwidth** is simply
 # the size of the tensor divided by the time. The **bus bandwidth** is 2 (p - 1)/p times as much for an all-reduce, by
 # the formula that you know. On a ring this is what a link really carried, and it can be compared with the datasheet of
@@ -957,7 +963,7 @@ print(f"here:   algorithm bandwidth {si(here, 'B/s')}, bus {si(on_our_bus, 'B/s'
 #
 # The bytes are nearly the same: 2 · 511/512 against 2 · 7/8, which is 14 % more. The latency is 1022 α against 14 α.
 # For 1 GB on a fast link the first part decides; for small tensors the second does, and the ring of 512 is 73 times as
-# slow.
+# slow. That is why NCCL takes trees for those.
 # </details>
 #
 # **2.** Which of these hang: (a) rank 2 calls all-reduce twice, the others once; (b) all ranks call all-reduce, rank 2
@@ -1012,6 +1018,8 @@ print(f"here:   algorithm bandwidth {si(here, 'B/s')}, bus {si(on_our_bus, 'B/s'
 #   10.1016/j.jpdc.2008.09.002: the ring, and why some rank must send at least as much.
 # - Times and bus bandwidth on A100, and what its NVLinks carry: S. Bekman, *Machine Learning Engineering*,
 #   network/README.md, github.com/stas00/ml-engineering, measured with nccl-tests.
+# - Rings and trees in NCCL: S. Jeaugey 2019, *Massively Scale Your Deep Learning Training with NCCL 2.4*, NVIDIA's
+#   technical blog.
 # - What bus bandwidth means: github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 # - Debugging: docs.pytorch.org/docs/stable/distributed.html, `monitored_barrier` and `TORCH_DISTRIBUTED_DEBUG`; the
 #   watchdog's message is in PyTorch's ProcessGroupNCCL.cpp.

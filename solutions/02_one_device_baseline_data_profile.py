@@ -466,7 +466,13 @@ plot.bars(
 # too small: chunks of (1, 10, 10) would waste hardly a byte, and a sample would need 2 · 6 · 6 = 72 of them for each
 # variable, or more.
 #
-# **Takeaway: a chunk is read whole. Choose chunks about as large as what a sample reads.**
+# Our files are small. On a file system that many nodes share, or in an object store, a request costs far more, and
+# millions of small files are a burden for everybody. There zarr's own guide advises chunks of at least a megabyte. A
+# sample that is smaller than that wants both: small chunks, many of them in one file. That is what zarr calls a
+# **shard**, from version 3 on: `create_array(..., chunks=..., shards=...)`.
+#
+# **Takeaway: a chunk is read whole. Choose chunks about as large as what a sample reads, and put small ones together
+# in shards, so that files stay large.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Typical in 2.2: `stop // length` counts a chunk too many when the box ends where a chunk ends;
@@ -913,11 +919,12 @@ print(summary(by_file["ViT, whole maps"], rows=6))
 #
 # - the **breakdown**, by the rule of your exercise. Communication that nothing hides is shown apart from computing. On
 #   a CPU the reading itself consists of operations, so all of "data" counts as waiting there;
-# - the parts, as your timer had them;
+# - the parts of the loop, somewhat longer than by your timer, since recording takes time itself;
 # - the operations with the most **self time**, which is the time in an operation without those that it calls. `addmm`
 #   and `mm` are matrix products;
-# - the **recommendation**, which comes from these shares by fixed rules. (TensorBoard, a viewer of training runs in the
-#   browser, has such rules too. `--train.compile` calls PyTorch's compiler, the subject of lesson 03, section 6.)
+# - the **recommendation**, which comes from these shares by fixed rules. A rule knows what it was given: here it sees
+#   that the loop waits for data, and not that most of the bytes that are read are thrown away. You found that in
+#   section 3, and it costs no worker.
 #
 # Now the same for another training run: the small GPT on text of lesson 00, whose data is a row of characters in
 # memory. A run of labcode records steps with `--profile.steps`.
@@ -943,10 +950,11 @@ plot.step_breakdown(
 # of communication are those of a group with a single rank: labcode calls the same collectives then, though there is
 # nobody to send to.)
 #
-# A recorded run can be opened in two more tools: `tensorboard --logdir runs` has a tab for profiles, and
-# [Perfetto](https://ui.perfetto.dev) opens the file under `runs/gpt/profile` and shows each operation on a time line.
-# Look for gaps there: on the track of a GPU a gap is a moment in which it was not busy, and what the loop did meanwhile
-# stands in the track of its thread.
+# A recorded run can be opened in [Perfetto](https://ui.perfetto.dev), which shows each operation of the file under
+# `runs/gpt/profile` on a time line. Look for gaps there: on the track of a GPU a gap is a moment in which it was not
+# busy, and what the loop did meanwhile stands in the track of its thread. For the traces of many GPUs there is HTA
+# (Holistic Trace Analysis), which computes your breakdown of exercise 2.4 for each rank. TensorBoard's tab for profiles
+# is deprecated.
 #
 # **Takeaway: profile before you change anything. What cures one training run does nothing for another.**
 
@@ -959,8 +967,8 @@ plot.step_breakdown(
 # ## 7. Broken on purpose (core, 5 min)
 #
 # One sample of this dataset is damaged. It is read by a worker, in another process. What does the loop get? (The worker
-# is forked, so that the demonstration begins at once. For a training run, prefer `"forkserver"`: a fork of a process
-# with threads can hang, and on macOS it can crash.)
+# is forked, so that the demonstration begins at once. For a training run, prefer `"forkserver"`, which is Python's own
+# choice on Linux from 3.14 on: a fork of a process with threads can hang, and on macOS it can crash.)
 
 # %% tags=["raises-exception"] raises="ValueError: Caught ValueError in DataLoader worker process 0."
 from torch.utils.data import DataLoader

@@ -657,9 +657,10 @@ plot.copies(
 # with other random weights, and `dataset` holds 96 pairs of inputs and targets. You need 25 to 30 lines, and most of
 # them you know from one process.
 #
-# 1. **Join.** `dist.init_process_group("gloo")`, or "nccl" if `torch.cuda.is_available()`. With GPUs, this rank's
-#    device is `torch.device("cuda", local_rank)`, with the number that `os.environ["LOCAL_RANK"]` holds as a string,
-#    and `torch.cuda.set_device` makes it the current one. Without GPUs the device is the CPU.
+# 1. **Join.** If `torch.cuda.is_available()`, this rank's device is `torch.device("cuda", local_rank)`, with the number
+#    that `os.environ["LOCAL_RANK"]` holds as a string. First `torch.cuda.set_device` makes it the current one, or else
+#    all ranks of a machine begin with something on GPU 0; then `dist.init_process_group("nccl", device_id=device)`.
+#    Without GPUs the device is the CPU, and the backend is "gloo".
 # 2. **Model.** `build_model()`, moved to the device, and **then** wrapped: `DistributedDataParallel(model)`. AdamW with
 #    `lr=3e-3`.
 # 3. **Data.** A `DistributedSampler(dataset)`, which shuffles, and a `DataLoader` that gets it as `sampler=`. All ranks
@@ -692,14 +693,15 @@ from labcode.teach.labs.l04_script import build_model, dataset
 def main(folder, epochs=2, global_batch=16):
     """What each rank runs."""
     ### BEGIN SOLUTION
-    on_gpus = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpus else "gloo")
-    rank = dist.get_rank()
-    p = dist.get_world_size()
     device = torch.device("cpu")
-    if on_gpus:
+    if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    p = dist.get_world_size()
 
     model = DistributedDataParallel(build_model().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -522,7 +522,8 @@ compare("variance", whole_variance, together.var(correction=0).item(), within=1,
 
 # %% [markdown]
 # The mean of the two variances is 1, and the variance of all samples is 5: variances do not average, but counts, sums
-# and sums of squares add up. PyTorch's `SyncBatchNorm` does this on GPUs and refuses the CPU. You write it.
+# and sums of squares add up. You write this. (PyTorch's `SyncBatchNorm` gathers each rank's count, mean and variance
+# instead and merges them, which loses fewer digits where the mean is large. It refuses the CPU.)
 #
 # In backward the statistics count too. Each output depends on the mean and the variance, and these depend on **every**
 # sample of every rank. Let x̂ = (x - mean) / √(var + eps), where eps is a small number that keeps the root away from 0.
@@ -847,8 +848,8 @@ plot.calls(
 
 # %% [markdown]
 # One number meets a bucket of 18,624. What happens then depends on the backend and on luck: NCCL hangs until its
-# time-out of ten minutes, gloo hangs, or aborts the process, or adds a loss to a gradient. So the place where a job
-# stands still is often **not** the place of the fault.
+# time-out of ten minutes, or ends with wrong numbers; gloo hangs, or aborts the process, or adds a loss to a gradient.
+# So the place where a job stands still is often **not** the place of the fault.
 #
 # The doctor compares the calls before they begin, and the forward passes of DDP, which may send as well. Each rank
 # writes into the store what it is about to call, and goes on when all have written the same. Otherwise it stops the

@@ -14,7 +14,7 @@
 # # 09 · Tensor parallel
 #
 # Data parallelism needs ranks that can hold the whole model. With AdamW a parameter takes 16 bytes, so 7 billion of
-# them take 112 GB, more than most GPUs have. **Tensor parallelism** cuts the inside of every layer. Each rank holds a
+# them take 112 GB, and an H100 has 80. **Tensor parallelism** cuts the inside of every layer. Each rank holds a
 # part of every weight matrix, all ranks of a group work on the same samples at the same time, and they add up their
 # partial results. The forward pass follows from the rules for products of matrices. What is easily wrong are the
 # gradients, so the lesson begins with them.
@@ -634,28 +634,33 @@ compare("bytes", bytes_in_all, counted_bytes, within=1, unit="B", found="counted
 # $$\frac{T_{comm}}{T_{comp}} = \frac{4 \cdot 2\frac{p-1}{p} \cdot 2H / \beta}{72 H^2 / (p\,\Phi)}
 # = \frac{2\,(p-1)\,\Phi}{9\,H\,\beta}.$$
 #
-# There is the factor p - 1 of lesson 08, section 5, again. For Φ we take 594 TFLOP/s, 60 % of an H100's peak, which is
-# about what large products of matrices reach while nothing is waited for. (The 40 % of lesson 08 are a share that whole
-# training runs reach, with all their waiting.) For example, with H = 4096 and p = 8 on NVLink, β = 450 GB/s, the ratio
-# is 2 · 7 · 594e12 / (9 · 4096 · 450e9) = 0.50.
+# There is the factor p - 1 of lesson 08, section 5, again. For Φ we take 692 TFLOP/s, 70 % of an H100's peak, which is
+# what a linear layer reached in lesson 03, section 1, while nothing was waited for. (The 40 % of lesson 08 are a share
+# that whole training runs reach, with all their waiting.) For example, with H = 4096 and p = 8 on NVLink, on which
+# collectives reach β = 365 GB/s, the ratio is 2 · 7 · 692e12 / (9 · 4096 · 365e9) = 0.72. (These numbers are those of
+# labcode's table of clusters, with their sources: `labcode/perf/hardware_data`.)
 #
-# **Predict.** On InfiniBand, with β = 50 GB/s, what is the largest p among 2, 4, 8 and 16 for which the ratio stays
-# below 1, with H = 4096, and with H = 12288?
+# **Predict.** Now each rank of tp sits in a node of its own and sends by its adapter, with β = 50 GB/s. What is the
+# largest p among 2, 4, 8 and 16 for which the ratio stays below 1, with H = 4096, and with H = 12288?
 
 # %% tags=["predict"]
 largest_at_4096 = 2
 largest_at_12288 = 4
 
 # %% tags=["figure"]
+from labcode.perf.cluster import load_cluster
+
+dgx = load_cluster("dgx-h100")
+FLOPS_PER_S = dgx.gpu.layer_flops_per_s("bfloat16")
 LINKS = {
-    "NVLink": alpha_beta.Link(0, 450e9),
-    "InfiniBand": alpha_beta.Link(0, 50e9),
+    "NVLink": alpha_beta.Link(0, dgx.inside.beta_bytes_per_s),
+    "a node each": alpha_beta.Link(0, dgx.between.beta_bytes_per_s),
 }
-SIZES = {"NVLink": (2, 4, 8), "InfiniBand": (2, 4, 8, 16)}  # a node has 8 GPUs
+SIZES = {"NVLink": (2, 4, 8), "a node each": (2, 4, 8, 16)}  # a node has 8 GPUs
 
 def ratio(p, hidden, link, tokens=2048):
     communicating = 4 * alpha_beta.time_s("all_reduce", p, tokens * hidden * 2, link)
-    computing = 72 * tokens * hidden**2 / p / 594e12
+    computing = 72 * tokens * hidden**2 / p / FLOPS_PER_S
     return communicating / computing
 
 curves = {}
@@ -666,8 +671,8 @@ for name, link in LINKS.items():
         below_one = [p for p in SIZES[name] if ratio(p, hidden, link) < 1]
         curves[f"{name}, H = {hidden}"] = (SIZES[name], ratios)
         largest[name, hidden] = max(below_one)
-at_4096 = largest["InfiniBand", 4096]
-at_12288 = largest["InfiniBand", 12288]
+at_4096 = largest["a node each", 4096]
+at_12288 = largest["a node each", 12288]
 compare("largest p, H = 4096", largest_at_4096, at_4096, within=1, found="computed")
 compare("largest p, H = 12288", largest_at_12288, at_12288, within=1, found="computed")
 plot.lines(
@@ -675,12 +680,19 @@ plot.lines(
     ylabel="time communicating / computing", reference={"equally long": 1},
     title="Tensor parallelism belongs inside the node",
     alt="The ratio grows with the ranks; NVLink stays below one up to the 8 ranks of a "
-        "node, InfiniBand reaches one by 4 ranks at width 4096 and by 8 at width 12288",
+        "node, with a node each it reaches one by 4 ranks at width 4096 and by 8 at 12288",
 )
 
 # %% [markdown]
-# On NVLink the ratio stays below one up to the 8 GPUs of a node, on InfiniBand it reaches one with few ranks. It falls
-# with H, so wide models can be cut further.
+# On NVLink the ratio stays below one up to the 8 GPUs of a node, with a node for each rank it reaches one with few
+# ranks. It falls with H, so wide models can be cut further.
+#
+# What of p = 16 on two **full** nodes? Then eight adapters of each node carry the sum together, 400 GB/s, which is no
+# less than NVLink: the ratio goes on as inside a node, to 1.5 at H = 4096 and 0.5 at H = 12288. So it is not the bytes
+# alone that keep tp inside the node. An all-reduce over the network also has the network's latency, four times in each
+# layer, and while it travels the rank waits. What travels by the same adapters for the other axes, such as gradients,
+# can hide behind computing. And where NVLink connects more than 8 GPUs, as it does 72 in a GB200 NVL72, the node of this
+# rule is that large.
 #
 # **Takeaway: four all-reduces of B·S·H numbers in each layer, and the computing waits for most of them. Tensor
 # parallelism stays inside the node.**

@@ -972,8 +972,8 @@ split.picture(
 # %% [markdown]
 # The bubble is a third of 1F1B's, and no rank keeps more than rank 0 did before. So H1 does not reach zero. The same
 # paper's ZB-H2 comes close to it, with about twice the memory: it does more forwards in gap b. In PyTorch the schedules
-# of this kind are `ScheduleInterleavedZeroBubble` and `ScheduleZBVZeroBubble`, which need several stages on each rank
-# (section 8).
+# of this kind are `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble`, and `ScheduleDualPipeV` after DeepSeek's
+# DualPipe. They need several stages on each rank (section 8).
 #
 # **Takeaway: only the input half of a backward holds others up. The weight half can fill gaps. If F, I and W take
 # equally long, this leaves a third of the bubble, at the price that every rank keeps as much as the first one.**

@@ -886,13 +886,35 @@ for name, options in choices.items():
 #   this rank that makes 24 h² t FLOPs, and a GPU of Φ FLOP/s needs 24 h² t/Φ seconds. (The scores of the attention come
 #   on top, a few percent in wide models. We leave them out.)
 #
-# **Predict.** Lesson 09, section 4, counts with Φ = 396 TFLOP/s, which is 40 % of an H100's peak, and with 450 GB/s on
-# NVLink and 50 GB/s on InfiniBand. From how many tokens on is forward longer than the gather of a layer's weights? And
-# does a wider model need many more tokens, `"yes"` or `"no"`?
+# labcode's table of clusters (`labcode/perf/hardware_data`, with its sources) has an H100 that computes layers, as
+# lesson 03, section 1, has measured them, and what the links of a node with eight of them carry for each GPU.
+
+# %% tags=["nbval-check-output"]
+from labcode.perf.cluster import load_cluster
+
+dgx = load_cluster("dgx-h100")
+FLOPS_PER_S = dgx.gpu.layer_flops_per_s("bfloat16")
+INSIDE = dgx.inside.beta_bytes_per_s
+ADAPTER = dgx.between.beta_bytes_per_s
+print(f"layers {FLOPS_PER_S / 1e12:.0f} TFLOP/s; NVLink {INSIDE / 1e9:.0f} GB/s, ", end="")
+print(f"one network adapter {ADAPTER / 1e9:.0f} GB/s")
+
+# %% [markdown]
+# (NVLink's datasheet says 450 GB/s each way. 365 is what collectives reach.)
+#
+# Over several nodes it matters how many GPUs of each take part. What a node lacks has to come in from outside **once**,
+# whoever needs it there. If all eight GPUs of a node are in the group, it comes in by eight adapters at the same time,
+# an eighth by each, and goes on inside by NVLink. If only one GPU of each node is in the group, as with tensor
+# parallelism inside the nodes, it comes in by one adapter.
+#
+# **Predict.** From how many tokens on is forward longer than the gather of a layer's weights, inside one node, and with
+# one GPU in each node? Over **full** nodes of eight, is it `"as many"` as inside one, `"twice as many"`, or `"eight
+# times as many"`? And does a wider model need many more tokens, `"yes"` or `"no"`?
 
 # %% tags=["predict"]
-tokens_on_nvlink = 396e12 / 450e9
-tokens_on_infiniband = 396e12 / 50e9
+tokens_inside = 692e12 / 365e9
+tokens_one_gpu_a_node = 692e12 / 50e9
+over_full_nodes = "as many"
 wider_needs_more = "no"
 
 # %% [markdown]
@@ -903,9 +925,6 @@ wider_needs_more = "no"
 from torch.utils.flop_counter import FlopCounterMode
 
 from labcode.config import GPTConfig
-
-FLOPS_PER_S = 396e12
-BYTES_PER_S = {"NVLink": 450e9, "InfiniBand": 50e9}
 
 
 def tokens_needed(width, bytes_per_s, tokens=1024):
@@ -923,14 +942,18 @@ def tokens_needed(width, bytes_per_s, tokens=1024):
     forward_s = counter.get_total_flops() / FLOPS_PER_S
     return tokens * gather_s / forward_s
 
-on_nvlink = tokens_needed(8192, BYTES_PER_S["NVLink"])
-on_infiniband = tokens_needed(8192, BYTES_PER_S["InfiniBand"])
-half_as_wide = tokens_needed(4096, BYTES_PER_S["NVLink"])
-needs_more = "yes" if on_nvlink > 1.1 * half_as_wide else "no"
-compare("on NVLink", tokens_on_nvlink, on_nvlink, within=1.1, found="counted")
+inside = tokens_needed(8192, INSIDE)
+one_gpu_a_node = tokens_needed(8192, ADAPTER)
+full_nodes = tokens_needed(8192, min(INSIDE, 8 * ADAPTER))
+TIMES = {"as many": 1, "twice as many": 2, "eight times as many": 8}
+nearest = min(TIMES, key=lambda word: abs(TIMES[word] - full_nodes / inside))
+half_as_wide = tokens_needed(4096, INSIDE)
+needs_more = "yes" if inside > 1.1 * half_as_wide else "no"
+compare("inside a node", tokens_inside, inside, within=1.1, found="counted")
 compare(
-    "on InfiniBand", tokens_on_infiniband, on_infiniband, within=1.1, found="counted"
+    "one GPU a node", tokens_one_gpu_a_node, one_gpu_a_node, within=1.1, found="counted"
 )
+compare("full nodes", over_full_nodes, nearest, options=TIMES, found="counted")
 compare(
     "a wider model needs more", wider_needs_more, needs_more,
     found="counted", options=("yes", "no"),
@@ -941,8 +964,9 @@ compare(
 #
 # $$t \;\ge\; \frac{\Phi}{\beta}$$
 #
-# tokens for each rank and micro-batch, **whatever the width and however many ranks**: 880 on NVLink and 7,920 on
-# InfiniBand. In backward there are two messages, gather and reduce-scatter, and twice the FLOPs, so the same t is
+# tokens for each rank and micro-batch, **whatever the width and however many ranks**: about 1,900 inside a node. Over
+# full nodes it is the same, since eight adapters together carry more than NVLink does; with one GPU in each node it is
+# about 14,000. In backward there are two messages, gather and reduce-scatter, and twice the FLOPs, so the same t is
 # enough. (If gradients are sent in 4 bytes, the reduce-scatter counts twice, and backward asks for 1.5 times as many
 # tokens.) The other ways of data parallelism follow from the same two lines:
 #
@@ -960,23 +984,23 @@ compare(
 
 # %% tags=["figure"]
 plot.tokens_that_hide(
-    396e12, {"NVLink, 450 GB/s": 450e9, "InfiniBand, 50 GB/s": 50e9},
+    FLOPS_PER_S,
+    {"inside a node, or full nodes": INSIDE, "one GPU in each node": ADAPTER},
     title="Stage 3 hides its messages from Φ/β tokens on",
     alt="Sending over computing falls as one over the tokens of a rank; it reaches one "
-        "at 880 tokens on NVLink and at 7,920 tokens on InfiniBand",
+        "at 1,897 tokens inside a node and at 13,846 tokens with one GPU in each node",
 )
 
 # %% [markdown]
-# **Predict.** The ranks of a model of width 8192 are connected by InfiniBand, and each has 2,640 tokens in a
-# micro-batch. A step with prefetch takes how many times as long as its computing alone? The figure has the answer. We
-# emulate six such layers.
+# **Predict.** The ranks of a model of width 8192 sit in a node each, and each has 4,600 tokens in a micro-batch. A step
+# with prefetch takes how many times as long as its computing alone? We emulate six such layers.
 
 # %% tags=["predict"]
-times_as_long = 7920 / 2640
+times_as_long = 13846 / 4600
 
 # %%
-forward_s = 24 * 8192**2 * 2640 / 396e12
-message_s = 24 * 8192**2 / 50e9
+forward_s = 24 * 8192**2 * 4600 / FLOPS_PER_S
+message_s = 24 * 8192**2 / ADAPTER
 slow_link = units.Speeds(forward_s, 2 * forward_s, message_s)
 step_s = units.play(ranks, 6, slow_link).step_s
 computing_s = 6 * 3 * forward_s
@@ -1023,7 +1047,8 @@ ranks.run(skip_a_layer)
 # numbers. Draw such random numbers from a generator that is the same on all ranks.
 #
 # **Takeaway: one unit for each layer, with prefetch. Then two layers are whole at once, and the messages hide if each
-# rank has Φ/β tokens in a micro-batch: about 900 on NVLink and 8,000 on InfiniBand.**
+# rank has Φ/β tokens in a micro-batch: about 2,000 on nodes of eight H100 with an adapter for each, and 14,000 if only
+# one GPU of each node is in the group.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Ask before the table: which two numbers decide whether it pays to keep the weights? (The link's
@@ -1290,7 +1315,7 @@ compare("at the end", scatters_at_the_end, at_the_end, within=1, found="counted"
 # Complete `main`. It runs on every rank. `folder` is a `pathlib.Path`, `steps` says how many steps are to be done in
 # all, and `dtype` is the one to compute in. `build_model()` returns a GPT of two blocks, `model.blocks`, in float32.
 #
-# 1. **Join**, as in exercise 4.4: process group, and with GPUs the device of this rank, from `LOCAL_RANK`.
+# 1. **Join**, as in exercise 4.4: with GPUs first the device of this rank, from `LOCAL_RANK`; then the process group.
 # 2. **Model.** Unlike DDP, FSDP2 sends nothing at the start: each rank keeps its rows of what it was given, so all have
 #    to begin with the same weights. `build_model()` sees to that. Each block is a unit, then the model; `dtype` in the
 #    all-gathers, float32 in the reduce-scatters.
@@ -1323,12 +1348,13 @@ from labcode.teach.labs.l13_script import build_model, micro_batches
 def main(folder, steps, dtype):
     """Train up to `steps`, from the checkpoint in `folder` if there is one."""
     ### BEGIN SOLUTION
-    on_gpus = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpus else "gloo")
     device = torch.device("cpu")
-    if on_gpus:
+    if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
 
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     model = build_model().to(device)

@@ -844,7 +844,8 @@ for line in l14_nccl_example.two_nodes(rdma=False).splitlines():
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* The added time lies between 0.6 and 1.2 of the prediction on a busy machine. Ask: 7 billion
 # gradients of 2 bytes on 16 ranks, with a card of 50 GB/s and with an Ethernet of 1.25 GB/s for each: what does a step
-# pay? (0.5 s and 21 s: 1.875 · 14 GB / bandwidth.)
+# pay? (With one rank on each node 0.5 s and 21 s: 1.875 · 14 GB / bandwidth. Two nodes of eight ranks have eight cards
+# each, and need an eighth of that at most: 0.07 s and 2.6 s.)
 
 # %% [markdown]
 # ## 5. When it does not start (core, 10 min)

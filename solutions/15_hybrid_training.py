@@ -52,7 +52,7 @@ submit = hybrid_lab.Submit(lab)
 # | world size | what you are given | ranks, one for each GPU | `torchrun --nnodes ... --nproc-per-node ...` |
 # | tp | whether the model fits, and how many GPUs a node has | ranks that share each layer | `--tensor-model-parallel-size` |
 # | pp | whether the model fits | stages of layers; **one** copy of the model takes tp · pp ranks | `--pipeline-model-parallel-size` |
-# | dp | nobody: it is what is left | copies of the model: world size / (tp · pp) | computed, no flag |
+# | dp | nobody: it is what is left | copies of the model: world size / (tp · pp), with context parallelism / (tp · pp · cp) | computed, no flag |
 # | global batch | what the model learns well with | samples of one optimizer step | `--global-batch-size` |
 # | local batch | follows | samples of one copy: global batch / dp | computed |
 # | micro-batch | memory and efficiency | samples that go through a stage together | `--micro-batch-size` |
@@ -415,8 +415,9 @@ plot.lines(
 # all-reduce took less than 0.978 - 0.566 = 0.412 s, plain data parallelism would be the fastest from 8 samples on.
 #
 # On GPUs the all-reduce can even vanish behind the backward. Lesson 13, section 5, has the rule: a GPU of Φ FLOP/s on a
-# link of β bytes/s hides it from about Φ/β tokens in its last micro-batch on, if gradients travel in 2 bytes. For an
-# H100 that reaches 396 TFLOP/s these are some 900 tokens on NVLink and 8,000 on InfiniBand.
+# link of β bytes/s hides it from about Φ/β tokens in its last micro-batch on, if gradients travel in 2 bytes. On nodes of
+# eight H100 with an adapter for each GPU these are some 2,000 tokens, also over several full nodes, and 14,000 if only
+# one GPU of each node shares the gradient.
 #
 # **Takeaway: an iteration takes (m + pp - 1) · (compute + tp + message) + gradients. Cutting the model buys room, and
 # speed at small batches. The GPUs that are left go to data parallelism.**

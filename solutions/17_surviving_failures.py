@@ -13,7 +13,8 @@
 # %% [markdown]
 # # 17 · Surviving failures
 #
-# A training run on thousands of GPUs does not end without a failure. Some GPU, cable or node breaks every few hours.
+# A training run on thousands of GPUs does not end without a failure. Some GPU, cable or node breaks every few hours or
+# days, the more often the more of them there are.
 # Since all ranks wait for each other, one broken part stops them all. You cannot prevent this, but you can lose little
 # each time: minutes instead of days. In this lesson you find out what a failure costs, you write the parts that
 # make it cheap, and you watch real processes die and come back.
@@ -917,8 +918,9 @@ for name in names[names.index("blocks.1.norm2") : names.index(first) + 1]:
 #   a NaN is worse than none: it takes the place of a good one.
 # - **Skip** the step: do not apply the gradient, and take the next batch. This helps against a single bad sample or
 #   overflow, and against nothing that comes back.
-# - **Roll back** to the last checkpoint and leave out the batches around the place. That is what was done for PaLM,
-#   where the loss jumped about 20 times (arXiv:2204.02311, section 5.1).
+# - **Roll back** to a checkpoint before the place, and leave out the batches around it. That is what was done for PaLM,
+#   where the loss jumped about 20 times: back to about 100 steps before the jump, and 200 to 500 batches left out
+#   (arXiv:2204.02311, section 5.1). The last checkpoint may be too late, if it was written when the trouble had begun.
 #
 # In labcode, `--train.on_bad_step` is one of `stop`, `skip` and `rollback`, and `--train.spike_factor` says from which
 # multiple of its median a gradient norm counts as a spike. A rule like that needs a limit, since a run that skips every
@@ -1128,7 +1130,7 @@ check("17.5", make_plan)
 # - Chowdhery et al. 2022, PaLM: arXiv:2204.02311, section 5.1 (loss spikes).
 # - Jiang et al. 2024, MegaScale: arXiv:2402.15627, section 4 (finding the rank that hangs).
 # - Wang et al. 2023, *Gemini: fast failure recovery with in-memory checkpoints*: doi:10.1145/3600006.3613145.
-# - torchft, recovery in each step: https://github.com/pytorch/torchft.
+# - torchft, recovery in each step: https://github.com/meta-pytorch/torchft.
 # - torchrun, restarts and elastic runs: https://docs.pytorch.org/docs/stable/elastic/run.html.
 # - torch.distributed.checkpoint: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html.
 # - How LayerNorm joins partial variances on a CPU:

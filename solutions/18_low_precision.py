@@ -880,14 +880,17 @@ plot.fp8_linear(
 
 # %% [markdown]
 # Three tensors are quantised, and each is used twice. x and W take e4m3, which is finer. dy takes e5m2, which is wider.
-# The products themselves are summed in float32, so that rounding happens only on the way in. Since the operands are
+# In our layer the products are summed in float32, so that rounding happens only on the way in. Since the operands are
 # quantised with scales, the product of the 8-bit tensors is too large by both:
 #
 # $$x \, W^T \approx \frac{(x \, s_x)(W s_w)^T}{s_x \, s_w}$$
 #
 # On a GPU with FP8, `torch._scaled_mm` does this in one call. Here we convert the 8-bit numbers to float32 and multiply
-# those: the same numbers, without the speed. (The products of two 8-bit numbers are exact in float32. Only the order of
-# the sum may differ.)
+# those, without the speed. The products of two 8-bit numbers are exact in float32, but a GPU may add them up with fewer
+# bits than float32 has. The tensor cores of Hopper keep about 14 bits of a sum (DeepSeek-AI 2024, section 3.5). That is
+# why libraries add the sums of shorter pieces in float32: it is called `use_split_accumulator` in Transformer Engine,
+# which leaves it out in forward only, and `use_fast_accum=False` in `torch._scaled_mm`. So a product on Hopper may be
+# less exact than ours.
 #
 # There is a second gain. Backward needs x and W again. Autograd keeps them in 16 or 32 bits; our layer keeps the 8-bit
 # tensors, and they are all that backward needs.
@@ -1031,10 +1034,13 @@ plot.lines(
 # keeps an eye on the tensors, and that is the subject of lesson 19.
 #
 # Here FP8 is slower than float32, because we emulate it. A GPU that has it multiplies up to twice as fast as in
-# bfloat16, by its data sheet. What is left of that on an H100 was measured with labcode's layers (`benchmarks/fp8.py`,
-# forward and backward together): a layer of 16,384 × 16,384 takes 0.7 of the time of bfloat16, one of 8,192 takes 1.1
-# to 1.2 times as long, and one of 4,096 four times. A cast has to read and write the whole tensor, and small layers
-# wait for the processor that starts the kernels. So FP8 is worth it for large layers only.
+# bfloat16, by its data sheet. How much of that is left depends on the casts: each has to read and write a whole tensor.
+# Transformer Engine does a cast in one kernel. By its documentation the linear layers of a model with 5 billion
+# parameters (hidden size 4096), casts included, are 1.69 times as fast as in bfloat16 on an H200 with delayed scaling,
+# 1.57 times with current scaling, and 1.41 times with a scale for each block. labcode's casts are plain PyTorch, a
+# kernel for each operation. On an H100 (`benchmarks/fp8.py`, forward and backward together) its layer of 16,384 ×
+# 16,384 takes 0.7 of the time of bfloat16, one of 8,192 takes 1.1 to 1.2 times as long, and one of 4,096 four times. In
+# both libraries small layers gain least, because they wait for casts and for the processor that starts the kernels.
 #
 # ### Which layers suffer
 #
@@ -1098,8 +1104,9 @@ plot.bars(
 #
 # ### One number that is much too large
 #
-# Large language models have **outliers**: single features that are a hundred or a thousand times larger than all others
-# (Dettmers et al. 2022). The amax of such a tensor is that of the outlier. What is left for the others?
+# Large language models have **outliers**: single features that are up to twenty times larger than all others (Dettmers et
+# al. 2022), and at a few places **massive activations**, single numbers that are a thousand times larger and more (Sun et
+# al. 2024). The amax of such a tensor is that of the outlier. What is left for the others?
 #
 # With **int8** the 255 values lie at equal distances. If the outlier is 1000 and the others are about 1, then the
 # distance is 1000/127 = 7.9, and every ordinary number becomes 0. In e4m3 the distances shrink with the numbers. (The
@@ -1146,8 +1153,16 @@ plot.lines(
 # scales of its blocks reach as far as e4m3 does, and those of the other blocks become zero. MXFP8's scales are powers
 # of two, from 2^-127 on.)
 #
-# **Takeaway: FP8 with one scale for each tensor trains as bfloat16 does, here and in what has been published. The
-# tensors that need more are those with an outlier of ten thousand or more.**
+# How far does one scale for each tensor carry? Our eighty steps of a small model do not decide that. Micikevicius et
+# al. (2022) trained models of up to 175 billion parameters with it, as well as in 16 bits. Fishman et al. (2024) trained
+# Llama 2 7B for longer: after some 200 billion tokens the outliers behind its SwiGLU had grown until delayed scaling
+# failed, and the loss blew up. DeepSeek-V3 was trained with a scale for each 128 numbers of an activation and for each
+# 128 × 128 numbers of a weight, for the sake of outliers, and with sums in float32 (DeepSeek-AI 2024). Transformer
+# Engine calls that recipe `Float8BlockScaling`.
+#
+# **Takeaway: in e4m3 an outlier of a thousand costs the other numbers little, one of a hundred thousand more than half.
+# Here FP8 with one scale for each tensor trains as bfloat16 does. Long trainings of large models have failed with it,
+# and take a scale for each block.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Most of the room expects e4m3 to fail at an outlier of 1000, as int8 does. Ask: what would a
@@ -1402,7 +1417,8 @@ ranks.close()
 #
 # On GPUs from Ada and Hopper on labcode calls `torch._scaled_mm`, with the same scales and formats. Elsewhere it
 # emulates. Transformer Engine has the same recipes under the names `DelayedScaling`, `Float8CurrentScaling` and
-# `MXFP8BlockScaling`.
+# `MXFP8BlockScaling`. It has two more, which labcode does not train with: `Float8BlockScaling` (the blocks of
+# DeepSeek-V3) and `NVFP4BlockScaling`.
 #
 # ## Questions (core, 5 min)
 #
@@ -1435,8 +1451,10 @@ ranks.close()
 #
 # <details><summary>Answer</summary>
 #
-# No. They stay in float32. What becomes smaller are the operands that are kept for backward, and messages that are sent
-# in 8 bits.
+# Not as we have used it: weights and moments stay in float32. What becomes smaller are the operands that are kept for
+# backward, and messages that are sent in 8 bits. It can: Transformer Engine keeps weights in FP8 alone where a model is
+# made under `quantized_model_init`, beside a float32 copy in the optimizer, and DeepSeek-V3 kept its moments in
+# bfloat16.
 # </details>
 #
 # **5.** From lesson 13: fully sharded data parallelism moves each weight twice a step in all-gathers. What does FP8
@@ -1444,7 +1462,8 @@ ranks.close()
 #
 # <details><summary>Answer</summary>
 #
-# Each number is one byte in place of two. An all-reduce of one amax for each weight comes before them.
+# Each number is one byte in place of two. The ranks have to agree on the amax of each weight first. Exercise 18.8 sends
+# those of all weights in one all-reduce.
 # </details>
 #
 # ## Recap
@@ -1472,5 +1491,9 @@ ranks.close()
 #   <https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/examples/fp8_primer.html>: delayed scaling.
 # - Rouhani et al. 2023, *Microscaling Data Formats for Deep Learning*, arXiv:2310.10537: MXFP8.
 # - Mishra et al. 2025, *Recipes for Pre-training LLMs with MXFP8*, arXiv:2506.08027: scales that fit.
+# - DeepSeek-AI 2024, *DeepSeek-V3 Technical Report*, arXiv:2412.19437, sections 3.3 and 3.5: scales for blocks, 14 bits.
+# - Fishman et al. 2024, *Scaling FP8 Training to Trillion-Token LLMs*, arXiv:2409.12517: SwiGLU's outliers.
+# - Transformer Engine 2.20, `docs/features/low_precision_training`, August 2026: recipes, speedups, split accumulators.
 # - Dettmers et al. 2022, *LLM.int8()*, arXiv:2208.07339: outliers.
+# - Sun et al. 2024, *Massive Activations in Large Language Models*, arXiv:2402.17762.
 # - Gupta et al. 2015, arXiv:1502.02551: stochastic rounding, which `formats.cast` has too.

@@ -367,8 +367,9 @@ plot.reduction_groups(
 )
 
 # %% [markdown]
-# Weights have a rule of their own. All ranks of dp have the same weights, so there is nothing to put together over
-# dp. Over tp they are put together **always**, whatever `reduce_over` says, unless it is switched off by
+# Weights have a rule of their own. In this run all ranks of dp have the same weights, so there is nothing to put
+# together over dp. (With fully sharded data parallelism a layer computes with the gathered weight, and it is the same
+# again.) Over tp they are put together **always**, whatever `reduce_over` says, unless it is switched off by
 # `--debug.reduce_weights false`. Transformer Engine does so as well.
 #
 # We log activations, weights and gradients of one step. Each rank of dp has samples of its own.
@@ -506,8 +507,8 @@ check("19.3", same_file)
 
 # %% [markdown]
 # Which choice is the right one? Over all axes, if you want to compare with one process or with another grid. Over none,
-# if you suspect a single rank: a sick GPU is hidden in a mean of 64. Over tp, if you suspect the data: samples differ
-# between ranks of dp.
+# if you suspect a single rank: a sick GPU is hidden in a mean of 64. (The largest and the smallest value of the group
+# may show it, but not whose they are.) Over tp, if you suspect the data: samples differ between ranks of dp.
 #
 # Not everything can be put together. Features that **change** a tensor, such as a scale of its own (section 5), do so
 # on each rank for its own part.
@@ -532,6 +533,10 @@ check("19.3", same_file)
 # | DisableFP8GEMM | the named products run without FP8 | gemms |
 # | PerTensorScaling | the named operands of the named products get a scale from their own amax, as in current scaling | tensors, gemms, margin (0 if left out) |
 # | FakeQuant | in a layer that is not in FP8: the named operands are rounded as FP8 would round them | tensors, gemms, quant_format |
+#
+# Transformer Engine has renamed the first two in 2026, since they are not for FP8 alone: `DisableQuantizationLayer` and
+# `DisableQuantizationGEMM`. The old names still work there, with a warning. Its `FakeQuant` differs from labcode's: it
+# is meant for layers in FP8, and itself turns their products in FP8 off.
 #
 # `gemms` is a list of products: `fprop` for y = x Wᵀ, `dgrad` for dx = dy W, `wgrad` for dW = dyᵀ x. An operand goes
 # into two of them.
@@ -866,8 +871,10 @@ print(f"nearest to its bound: {worst.error:.1e} of {worst.bound:.1e}")
 # %% [markdown]
 # ## 8. Not a number (core, 10 min)
 #
-# One value that is not finite makes the loss *nan* within one step. A matrix product spreads it over a row, attention
-# over a sample, and the loss over everything.
+# In 16 and in 32 bits one value that is not finite makes the loss *nan* within one step. A matrix product spreads it
+# over a row, attention over a sample, and the loss over everything. In FP8 it may do worse: a cast that saturates turns
+# an infinity into the largest number of its format (exercise 18.4). What labcode's FP8 layer makes of it is finite in
+# forward and backward, with each of its recipes: the run goes on, wrong, and says nothing. So we look in float32.
 #
 # Let rank 3 (dp 1, tp 1) make a whole product infinite: forward of `blocks.1.mlp.up`.
 #
@@ -986,12 +993,14 @@ ranks.close()
 # | look for nan | `python -m labcode.train gpt_tiny --debug.probe` |
 # | on SLURM | `python -m labcode.slurm submit gpt_10m --site perlmutter --nodes 2 --train.dtype fp8 --debug.config look.yaml` |
 #
-# The YAML is that of Transformer Engine, and on GPUs its layers read the same file. What you call there has these names
-# here (`debug_api` is `nvdlfw_inspect.api`, `te` is `transformer_engine.pytorch`):
+# The YAML has the form of Transformer Engine's, and on GPUs its layers read such a file. Not all that it may hold there
+# is read here: `gemms_struct`, which names the operands of each product, `DumpTensors` and `LogNvfp4TensorStats` are
+# Transformer Engine's alone, and of `FakeQuant` see section 5. What you call there has these names here (`debug_api` is
+# `nvdlfw_inspect.api`, `te` is `transformer_engine.pytorch`, both as of version 2.20, August 2026):
 #
 # | Transformer Engine | labcode | what its guide says |
 # |---|---|---|
-# | `te.fp8_autocast(fp8_recipe=..., fp8_group=...)` | `Fp8(recipe, group).autocast(model)`, `--fp8.recipe`, `--fp8.share` | scaling factors are synchronised over the group; with sequence parallelism it must include the tp group |
+# | `te.autocast(recipe=..., amax_reduction_group=...)`, once `fp8_autocast(fp8_recipe=..., fp8_group=...)` | `Fp8(recipe, group).autocast(model)`, `--fp8.recipe`, `--fp8.share` | scaling factors are synchronised over the group; with sequence parallelism it must include the tp group |
 # | `debug_api.initialize(config_file=..., feature_dirs=..., log_dir=...)` | `--debug.config`, `--debug.feature_dir`, `--debug.log_dir` | the same file on every node |
 # | `debug_api.set_tensor_reduction_group(group)` | `--debug.reduce_over dp tp` | statistics are reduced over the group; with None each node has its own |
 # | `transformer_engine.debug.set_weight_tensor_tp_group_reduce(False)` | `--debug.reduce_weights false` | every node logs its shard of the weight |

@@ -15,8 +15,8 @@
 #
 # A job on a thousand GPUs waits in the queue for a day, and then it may stop after a minute because it is out of
 # memory. Its time and its memory can be computed beforehand, with formulas that fit on a page. You know most of them
-# from earlier lessons. Here you put them together into a tool that says for any layout on any cluster how long a step
-# takes and whether it fits, and you find out how far one can trust it.
+# from earlier lessons. Here you put them together into a tool that says of a transformer, for a layout of its ranks on a
+# cluster, how long a step takes and whether it fits, and you find out how far one can trust it.
 #
 # ## Goals
 #
@@ -204,6 +204,11 @@ print(f"by the formula {by_formula:,.0f}, by PyTorch {by_pytorch:,.0f}")
 # optimizer has a 32-bit copy of the weight and two moments. ZeRO (lesson 13) divides the 12 by the ranks of dp at stage
 # 1, the gradients' 2 as well at stage 2, and the weights' 2 at stage 3.
 #
+# That is one convention of several. Megatron-LM keeps the gradients of a training in bfloat16 in 32 bits: 2 + 4 + 12 =
+# 18. A model whose weights and gradients are in 32 bits takes 4 + 4 + 8 = 16, since it needs no copy. Without ZeRO they
+# are nearly the same. With it they are not: ZeRO-1 leaves each rank 4, 6 or 8 bytes for a weight. So say which one you
+# count with.
+#
 # The paper that introduced ZeRO has a picture with a model of 7.5 billion weights on 64 GPUs (Rajbhandari et al. 2019,
 # figure 1).
 #
@@ -372,25 +377,35 @@ plot.lines(
 # %% [markdown]
 # Large products are on the flat part. Elementwise operations are on the slope: they take little time each, and there
 # are many. Our model of a step counts products only, at the rate that they reach **within a training**: there the clock
-# sinks, and operands come from cold memory. labcode uses 85 % of what the best shape reaches alone. That is the one
-# number in it that was fitted to published runs, to all of them together.
+# sinks, and operands come from cold memory. labcode uses 85 % of what the best shape reaches alone. It is one of two
+# numbers that were chosen with published runs in view, all of them together. (The other is the time of a launch.)
 #
 # ### What a link reaches
 #
 # Lessons 01 and 08 had the **alpha-beta model**: a message costs alpha seconds and 1/beta for each byte. A ring
 # all-reduce of n bytes over p ranks sends 2 (p-1) messages and 2 (p-1)/p n bytes through each rank's link.
 #
-# Within a node that is all. Over several nodes, what is beta? Take 16 ranks in two nodes of 8, in rank order. Of the 16
-# steps around the ring only two cross the network, one there and one back. And for that step the node has the adapters
-# of all its 8 GPUs. If each GPU's share of the adapters is 20 GB/s, a node sends 160 GB/s to the next one.
+# Within a node that is all. Over several nodes an all-reduce can go in two levels. Take N bytes on n ranks in k nodes, g
+# = n/k in each. First a reduce-scatter inside each node: each GPU has the node's sum of N/g bytes. Then an all-reduce
+# of those between the nodes, each GPU with the GPUs of the same place in the other nodes, over its own share of the
+# adapters. At last an all-gather inside. The network is the slow part. Over each adapter go 2 (k-1)/k · N/g bytes.
 #
-# In general a ring over n ranks on k nodes behaves as if each rank could send
+# In a table of measurements the time is turned into a **bus bandwidth**: the bytes that each rank of one ring would send,
+# 2 (n-1)/n · N, divided by the time. If only the network takes time, that is
+#
+# $$\frac{2 (n-1)/n \cdot N}{2 (k-1)/k \cdot N/g} \cdot \text{between} = \text{between} \cdot \frac{n - 1}{k - 1}$$
+#
+# where *between* is a GPU's share of the adapters, and n = g k. It cannot be more than *inside*, the link within a node:
 #
 # $$\min\left(\text{inside},\ \text{between} \cdot \frac{n - 1}{k - 1}\right)$$
 #
-# bytes per second: *inside* is the link within a node, *between* a GPU's share of the adapters. This is the **rule of
-# two levels**; such a rate is called **bus bandwidth**. If each node has only one rank of the group, nothing goes over
-# the inside link: then the rate is *between* times (n-1)/(n-1), the adapter's share. Within one node it is *inside*.
+# This is the **rule of two levels**. If each node has only one rank of the group, nothing goes over the inside link: then
+# the rate is *between* times (n-1)/(n-1), the adapter's share. Within one node it is *inside*.
+#
+# Rings over all adapters are not quite as good. They carry 2 (n-1)/n · N out of each node over its g adapters: a bus
+# bandwidth of g · between. With 20 GB/s between and two nodes of 8 that is 160, where two levels (or NCCL's trees) could
+# have 300. On eight nodes it is 160 against 180. On four nodes of 8 B200, with 50 GB/s for each GPU, 381.8 were measured
+# (Bekman): by rings 400, by two levels 517. So on few nodes the rule may promise too much.
 #
 # **Predict.** With 200 GB/s inside and 20 GB/s between: what is the bus bandwidth of 64 ranks on 8 full nodes? And of 8
 # ranks, one in each node?
@@ -1102,8 +1117,8 @@ ranks.close()
 #
 # <details><summary>Answer</summary>
 #
-# The ring crosses the network only 8 times for 64 ranks, and the 8 GPUs of a node share that crossing: the rule gives
-# 63/7 = 9 times the adapter's rate.
+# Inside a node the numbers are added up first, so that each GPU's adapter carries an eighth of them, between 8 nodes and
+# not 64 ranks: the rule gives 63/7 = 9 times the adapter's rate.
 # </details>
 #
 # **4.** From lesson 12: what halves the bubble without changing the number of stages?

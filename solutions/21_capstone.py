@@ -76,7 +76,7 @@ print(f"MFU {mfu:.0%}")
 
 # %% [markdown]
 # What was computed is `labcode.perf`'s estimate for the best layout that it finds. (Its MFU counts the FLOPs of
-# attention, too, which are a tenth more; by 6 FLOPs for each weight and token it would be 41 %.) The brief is possible,
+# attention, too, which are some 8 % more; by 6 FLOPs for each weight and token it would be 41 %.) The brief is possible,
 # with a week to spare. That week is not generous: of the published runs of lesson 20 one in ten took more than 1.27
 # times the estimate, which would be 21 days, and machines break (lesson 17).
 
@@ -495,8 +495,9 @@ print(f"{lab.predicted(at_home.layout, small_brief).parts['dp']:.2f} s")
 print(f"{lab.predicted(at_home.layout, wide).parts['dp']:.2f} s")
 
 # %% [markdown]
-# The choice stays, and its dp part is a third of what it was: by the rule of two levels (lesson 20) two nodes have one
-# crossing where four nodes had three.
+# The choice stays, and its dp part is a third of what it was. By the rule of two levels (lesson 20) 16 ranks have the bus
+# bandwidth of 15/1 adapters on two nodes, and had that of 15/3 on four. (With rings over all adapters it would be 8 and
+# 4: half of what it was.)
 #
 # **Takeaway: write your cluster down, and plan again when it changes. The network decides more often than the GPU.**
 

@@ -43,6 +43,7 @@ GPU_FIELDS = (
     "memory_GiB",
     "memory_TB_per_s",
     "matmul_share",
+    "layer_share",
     "memory_share",
     "attention_share",
     "multiprocessors",
@@ -76,6 +77,7 @@ class Gpu:
             where that was measured apart, with half of the square.
         multiprocessors: How many tiles of a product it computes at a time; None: unknown.
         source: Where the numbers are from.
+        layer_share: By dtype, what a linear layer reaches of the peak: less than the best product.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Gpu:
     attention_share: Mapping[str, float]
     multiprocessors: int | None
     source: str
+    layer_share: Mapping[str, float] = field(default_factory=dict)
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of the datasheet.
@@ -103,6 +106,14 @@ class Gpu:
             ValueError: A dtype of which nobody has measured it.
         """
         return self.peak(dtype) * self._known("matmul_share", self.matmul_share, dtype)
+
+    def layer_flops_per_s(self, dtype: str) -> float:
+        """FLOP/s that a wide linear layer reaches, on some thousand tokens.
+
+        Raises:
+            ValueError: A dtype of which nobody has measured it.
+        """
+        return self.peak(dtype) * self._known("layer_share", self.layer_share, dtype)
 
     def attention_flops_per_s(self, kernel: str, dtype: str) -> float:
         """FLOP/s that a fused attention reaches.
@@ -292,6 +303,7 @@ def _gpu(name: str, table: dict[str, Any], file: str) -> Gpu:
         attention_share=table.get("attention_share", {}),
         multiprocessors=table.get("multiprocessors"),
         source=table.get("source", "not given"),
+        layer_share=table.get("layer_share", {}),
     )
 
 

@@ -1,12 +1,14 @@
 """How fast a collective is on nodes full of GPUs: the rule of two levels.
 
-A ring over n ranks on k nodes crosses the network k times, with all adapters of a node at work: it
-leaves a node over each of its n/k GPUs' share of the adapters. So each GPU seems to send ("bus
-bandwidth")
+An all-reduce of N bytes over n ranks on k nodes can go in two levels: a reduce-scatter inside the
+nodes, an all-reduce of N k/n bytes between GPUs of the same place in all nodes, an all-gather
+inside. Each adapter then carries 2 (k - 1)/k * N k/n bytes, where a rank of one ring sends
+2 (n - 1)/n * N. So each GPU seems to send ("bus bandwidth")
 
     min(inside, network rate of one GPU * (n - 1) / (k - 1))
 
-and not the rate of its adapter: with 8 GPUs in each of two nodes 15 times that.
+and not the rate of its adapter: with 8 GPUs in each of two nodes 15 times that. Rings over all
+adapters reach n/k times it: 8 there, and hardly less on many nodes.
 
 Source: nccl-tests, doc/PERFORMANCE.md, for bus bandwidth; the rule follows from counting the bytes
     that leave a node.
@@ -85,7 +87,7 @@ def places(shape: GridShape, gpus_per_node: int) -> Places:
 
 @functools.lru_cache(maxsize=65536)
 def group_link(cluster: Cluster, place: Placement) -> Link:
-    """The link that a ring over the group seems to have between neighbours.
+    """The link that a ring over the group would need between neighbours to be as fast.
 
     alpha is the mean over the ring: k of its n messages cross the network.
     """

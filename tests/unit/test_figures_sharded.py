@@ -54,9 +54,9 @@ def test_a_unit_of_stage_3_computes_when_its_weights_have_come():
 
 
 def test_the_lines_reach_one_where_the_tokens_are_enough():
-    picture = tokens_that_hide(396e12, {"NVLink": 450e9, "InfiniBand": 50e9}, alt=ALT)
+    picture = tokens_that_hide(692e12, {"full nodes": 365e9, "alone": 50e9}, alt=ALT)
     texts = [text.get_text() for text in picture.axes[0].texts]
-    assert texts[:2] == ["880", "7,920"]
+    assert texts[:2] == ["1,896", "13,840"]
 
 
 def test_ranks_of_one_place_keep_the_same_part():

@@ -89,6 +89,22 @@ def test_blocks_take_any_number_of_tokens(tokens):
     assert not torch.allclose(results[0][0], x @ layer.weight.T, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling(), BlockScaling()])
+def test_an_infinite_activation_is_finite_behind_a_layer_in_fp8(recipe):
+    fp8 = Fp8(recipe, skip=())
+    layer = fp8.convert(nn.Sequential(nn.Linear(64, 64)))[0]
+    for seed in range(3):
+        layer(draw(32, 64, seed=seed)).square().mean().backward()
+        fp8.finish_step()
+    layer.weight.grad = None
+    x = draw(32, 64, seed=9)
+    x[0, 0] = math.inf
+    y = layer(x)
+    y.square().mean().backward()
+    assert y.isfinite().all()
+    assert layer.weight.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling()])
 def test_backward_keeps_one_byte_for_each_number(recipe):
     model = Fp8(recipe, skip=()).convert(nn.Sequential(nn.Linear(64, 64, bias=False)))
