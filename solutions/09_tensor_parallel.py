@@ -680,7 +680,7 @@ plot.lines(
     ylabel="time communicating / computing", reference={"equally long": 1},
     title="Tensor parallelism belongs inside the node",
     alt="The ratio grows with the ranks; NVLink stays below one up to the 8 ranks of a "
-        "node, with a node each it reaches one by 4 ranks at width 4096 and by 8 at 12288",
+        "node, with a node each it reaches one by 4 ranks at width 4096, by 8 at 12288",
 )
 
 # %% [markdown]

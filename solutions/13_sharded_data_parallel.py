@@ -896,8 +896,8 @@ dgx = load_cluster("dgx-h100")
 FLOPS_PER_S = dgx.gpu.layer_flops_per_s("bfloat16")
 INSIDE = dgx.inside.beta_bytes_per_s
 ADAPTER = dgx.between.beta_bytes_per_s
-print(f"layers {FLOPS_PER_S / 1e12:.0f} TFLOP/s; NVLink {INSIDE / 1e9:.0f} GB/s, ", end="")
-print(f"one network adapter {ADAPTER / 1e9:.0f} GB/s")
+print(f"layers {FLOPS_PER_S / 1e12:.0f} TFLOP/s")
+print(f"NVLink {INSIDE / 1e9:.0f} GB/s, one network adapter {ADAPTER / 1e9:.0f} GB/s")
 
 # %% [markdown]
 # (NVLink's datasheet says 450 GB/s each way. 365 is what collectives reach.)

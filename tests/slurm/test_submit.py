@@ -121,7 +121,8 @@ def test_a_requeued_job_is_followed_into_its_second_attempt(client, tmp_path):
     script = tmp_path / "again.sbatch"
     options = "#SBATCH --requeue --open-mode=append --output=again.log"
     again = 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then '
-    again += 'scontrol requeue "$SLURM_JOB_ID"; sleep 30; fi; echo second'
+    # exec: a shell whose `sleep` is ended before itself would go on to the next command
+    again += 'scontrol requeue "$SLURM_JOB_ID"; exec sleep 30; fi; echo second'
     script.write_text(f"#!/bin/bash\n{options}\necho first\n{again}\n")
     handle = SlurmHandle(client, client.submit(script))
     outcome = handle.wait(timeout_s=250)

@@ -157,16 +157,18 @@ def test_a_killed_process_ends_the_job_as_failed_and_long_before_its_end(
 @pytest.mark.release
 def test_a_killed_rank_is_started_again_within_the_job(cluster, tmp_path):
     """Each node has its torchrun, and only one of them has lost a rank."""
+    # steps take a hundredth of a second, and the order to kill a rank may take one to arrive
+    steps = 400
     every_5 = {"checkpoint.every": 5}
-    one_more_chance = job("restarted", 40, ranks_per_node=1, changes=every_5, max_restarts=2)
+    one_more_chance = job("restarted", steps, ranks_per_node=1, changes=every_5, max_restarts=2)
     submitted = Submitted(cluster, tmp_path, one_more_chance, LOCAL)
     submitted.until(lambda job: len(job.steps()) >= 6)
     cluster.exec(["pkill", "-KILL", "-n", "-f", "--", "-u -m [l]abcode.train"], node="n2")
     assert submitted.end() == "COMPLETED", submitted.log
     assert submitted.info["Restarts"] == "0"  # SLURM has seen nothing of it
-    assert "checkpoints/step-000000" in re.search(r"resuming from (\S+)", submitted.log)[1]
+    assert "checkpoints/step-00000" in re.search(r"resuming from (\S+)", submitted.log)[1]
     assert losses(metrics.read(submitted.out)) == pytest.approx(
-        alone(tmp_path, 40), rel=0, abs=1e-9
+        alone(tmp_path, steps), rel=0, abs=1e-9
     )
 
 
