@@ -887,10 +887,10 @@ plot.fp8_linear(
 #
 # On a GPU with FP8, `torch._scaled_mm` does this in one call. Here we convert the 8-bit numbers to float32 and multiply
 # those, without the speed. The products of two 8-bit numbers are exact in float32, but a GPU may add them up with fewer
-# bits than float32 has. The tensor cores of Hopper keep about 14 bits of a sum (DeepSeek-AI 2024, section 3.5). That is
-# why libraries add the sums of shorter pieces in float32: it is called `use_split_accumulator` in Transformer Engine,
-# which leaves it out in forward only, and `use_fast_accum=False` in `torch._scaled_mm`. So a product on Hopper may be
-# less exact than ours.
+# bits than float32 has. The tensor cores of Hopper keep about 14 bits of a sum (DeepSeek-AI 2024, section 3.3.2). That is
+# why libraries add the sums of shorter pieces in float32. It is called `use_split_accumulator` in Transformer Engine,
+# which leaves it out in forward where a tensor has one current scale, and `use_fast_accum=False` in `torch._scaled_mm`.
+# So a product on Hopper may be less exact than ours.
 #
 # There is a second gain. Backward needs x and W again. Autograd keeps them in 16 or 32 bits; our layer keeps the 8-bit
 # tensors, and they are all that backward needs.
@@ -1491,9 +1491,9 @@ ranks.close()
 #   <https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/examples/fp8_primer.html>: delayed scaling.
 # - Rouhani et al. 2023, *Microscaling Data Formats for Deep Learning*, arXiv:2310.10537: MXFP8.
 # - Mishra et al. 2025, *Recipes for Pre-training LLMs with MXFP8*, arXiv:2506.08027: scales that fit.
-# - DeepSeek-AI 2024, *DeepSeek-V3 Technical Report*, arXiv:2412.19437, sections 3.3 and 3.5: scales for blocks, 14 bits.
+# - DeepSeek-AI 2024, *DeepSeek-V3 Technical Report*, arXiv:2412.19437, section 3.3: scales for blocks, 14 bits.
 # - Fishman et al. 2024, *Scaling FP8 Training to Trillion-Token LLMs*, arXiv:2409.12517: SwiGLU's outliers.
-# - Transformer Engine 2.20, `docs/features/low_precision_training`, August 2026: recipes, speedups, split accumulators.
+# - Transformer Engine 2.20.0.dev0, `docs/features/low_precision_training`, August 2026: recipes, speedups, split accumulators.
 # - Dettmers et al. 2022, *LLM.int8()*, arXiv:2208.07339: outliers.
 # - Sun et al. 2024, *Massive Activations in Large Language Models*, arXiv:2402.17762.
 # - Gupta et al. 2015, arXiv:1502.02551: stochastic rounding, which `formats.cast` has too.

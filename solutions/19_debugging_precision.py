@@ -995,8 +995,8 @@ ranks.close()
 #
 # The YAML has the form of Transformer Engine's, and on GPUs its layers read such a file. Not all that it may hold there
 # is read here: `gemms_struct`, which names the operands of each product, `DumpTensors` and `LogNvfp4TensorStats` are
-# Transformer Engine's alone, and of `FakeQuant` see section 5. What you call there has these names here (`debug_api` is
-# `nvdlfw_inspect.api`, `te` is `transformer_engine.pytorch`, both as of version 2.20, August 2026):
+# Transformer Engine's alone, and of `FakeQuant` see section 5. What you call there, in Transformer Engine 2.20.0.dev0 of
+# August 2026, has these names here (`debug_api` is `nvdlfw_inspect.api`, `te` is `transformer_engine.pytorch`):
 #
 # | Transformer Engine | labcode | what its guide says |
 # |---|---|---|

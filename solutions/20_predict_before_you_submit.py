@@ -402,11 +402,6 @@ plot.lines(
 # This is the **rule of two levels**. If each node has only one rank of the group, nothing goes over the inside link: then
 # the rate is *between* times (n-1)/(n-1), the adapter's share. Within one node it is *inside*.
 #
-# Rings over all adapters are not quite as good. They carry 2 (n-1)/n · N out of each node over its g adapters: a bus
-# bandwidth of g · between. With 20 GB/s between and two nodes of 8 that is 160, where two levels (or NCCL's trees) could
-# have 300. On eight nodes it is 160 against 180. On four nodes of 8 B200, with 50 GB/s for each GPU, 381.8 were measured
-# (Bekman): by rings 400, by two levels 517. So on few nodes the rule may promise too much.
-#
 # **Predict.** With 200 GB/s inside and 20 GB/s between: what is the bus bandwidth of 64 ranks on 8 full nodes? And of 8
 # ranks, one in each node?
 
@@ -420,6 +415,12 @@ rate = lab.bus_bytes_per_s(example, ranks=64, stride=1) / GB
 compare("64 ranks, GB/s", full_nodes, rate, within=1, found="computed")
 rate = lab.bus_bytes_per_s(example, ranks=8, stride=8) / GB
 compare("8 ranks, GB/s", one_in_each, rate, within=1, found="computed")
+
+# %% [markdown]
+# Rings over all adapters are not quite as good. They carry 2 (n-1)/n · N out of each node over its g adapters: a bus
+# bandwidth of g · between. With 20 GB/s between and two nodes of 8 that is 160, where two levels (or NCCL's trees) could
+# have 300. On eight nodes it is 160 against 180. On four nodes of 8 B200, with 50 GB/s for each GPU, 381.8 were measured
+# (Bekman): by rings 400, by two levels 517. So on few nodes the rule may promise too much.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 20.4 · The rule of two levels
