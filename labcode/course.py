@@ -66,7 +66,7 @@ WAYS: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "16 and 8 bits": {"03": (4,), "18": ()},
     "A large training run, planned before it is paid for": {
-        "08": (4, 5),
+        "08": (4, 5, 6),
         "10": (1, 2),
         "12": (2, 9),
         "13": (1, 5, 6),

@@ -169,7 +169,7 @@ print(f"{baseline_s / products_s:.1f} times as long as the matrix products alone
 # Where does the rest go? A **profiler** attributes time to parts of a program. The simplest one reads the clock when a
 # part begins and when it ends. Two details make it trustworthy.
 #
-# - The parts have to add up to the whole step. What no part has is called the **rest**. If it is large, you have
+# - The parts have to add up to the whole step. Time outside every part is the **rest**. If it is large, you have
 #   forgotten a part.
 # - Parts can lie inside each other, such as communication inside backward (lesson 05, section 3). Then each moment must
 #   count only once, for the **innermost** part that runs.
@@ -212,8 +212,8 @@ plot.timeline(
     xlabel="seconds",
     title="Each moment counts once, for the innermost part",
     alt="A step from 0 to 10 s, in it backward from 0 to 9 s, and inside backward a "
-        "communication from 2 to 6 s; what counts is 5 s of backward, 4 s of "
-        "communication and 1 s of rest",
+        "communication from 2 to 6 s; in the last row each moment belongs to one of "
+        "backward, communication and rest",
 )
 
 # %% [markdown] tags=["exercise"]
@@ -230,8 +230,8 @@ plot.timeline(
 # - In a part inside another one, time counts for the inner one alone.
 # - A block that raises an error is counted like any other, the error goes on to whoever called, and the timer works
 #   afterwards.
-# - `shares()` gives each part's fraction of all the time since the timer was made, and `"rest"` for what no part has.
-#   It is asked when no part is open. If there was no part at all, everything is the rest.
+# - `shares()` gives each part's fraction of all the time since the timer was made, and `"rest"` for the time outside
+#   every part. It is called when no part is open; without parts, `"rest"` is 1.
 #
 # Take the time from `self.clock()`. What else the object has to remember is up to you. `contextlib.contextmanager`
 # makes a context of a function: what stands before `yield` happens at the beginning of the `with` block, what stands
@@ -325,7 +325,7 @@ for part, share in timer.shares().items():
 #
 # **On a GPU such timers are wrong.** A line such as `model(states)` does not compute there. It **launches** kernels: it
 # puts them into a queue, and returns. The GPU works through the queue later. So the timer sees how long launching
-# takes, and the line that happens to wait for a result, often `loss.item()`, gets all the time.
+# takes, and the line that happens to wait for a result, often `loss.item()`, is charged for everything.
 
 # %% tags=["figure"]
 plot.timeline(
@@ -387,7 +387,7 @@ plot.chunks(
 # Now take time steps 3 and 4, rows 100 to 159 and columns 30 to 89.
 #
 # **Predict.** How many bytes of chunks does this box touch, of one variable, with chunks of (16, 180, 360)? And how
-# many with chunks of (2, 90, 180)? Mind where chunks begin: along time they then begin at 0, 2, 4, ...
+# many with chunks of (2, 90, 180)? Chunks start at multiples of their length: along time at 0, 2, 4, ...
 
 # %% tags=["predict"]
 map_bytes = 16 * 180 * 360 * 4  # one chunk
@@ -502,7 +502,7 @@ for number in range(4):
 plot.timeline(
     turns + ahead,
     xlabel="ms",
-    title="Batches that are read ahead do not keep the loop waiting",
+    title="If reading is faster, the loop waits for the first batch only",
     alt="In turns, four batches take 320 ms; with a reader that reads ahead, the loop "
         "waits for the first batch only, and ends after 230 ms",
 )
@@ -563,8 +563,8 @@ compare("read ahead", read_ahead_s, measured_s, unit="s", within=1.1)
 # `stopped.is_set()` tell the other side. The check takes some 10 seconds: it also waits until your queue is full.
 #
 # How does a generator learn of a `break`? Nothing closes it at that moment. But the `for` loop held the only reference
-# to it, so CPython deletes it, and thereby closes it: the `finally` around its `yield` runs. Whoever keeps a reference,
-# as in `loop = iter(prefetcher)`, has to call `loop.close()`, or the thread stays.
+# to it, so CPython deletes it, and thereby closes it: the `finally` around its `yield` runs. If you keep a reference,
+# as in `loop = iter(prefetcher)`, call `loop.close()`, or the thread lives on.
 
 # %% tags=["exercise", "by-hand"]
 import queue
@@ -646,10 +646,11 @@ for (name, way), seconds in step_s.items():
     print(f"{batch_size / median_s:4.0f} samples/s")
 
 # %% [markdown]
-# Both cures together about double the throughput. But reading ahead does not reach max(read, compute) here. Besides a
-# core of its own, the reader needs the GIL for what is Python in zarr, and then the loop waits. If little is saved,
-# another program has the core. When the loop computes on a GPU, its own core is nearly idle, so there is room for a
-# reader.
+# Both cures together about double the throughput. With reading ahead a step cannot be shorter than max(read, compute),
+# and it may be longer, although reading and computing each have a core. One suspect is the GIL, which the reader needs
+# for what is Python in zarr. Section 5 puts it to the test: there another process reads, with a GIL of its own. If
+# little is saved, another program has the core. When the loop computes on a GPU, its own core is nearly idle, so there
+# is room for a reader.
 #
 # To see your own class at work, write `Prefetcher` for `l02_by_hand.Prefetcher` in the cell, and run it again.
 #
@@ -707,8 +708,8 @@ compare("2 workers, 40 ms", two_workers_slow_loop_s, mean_step_s(2, 0.04), **how
 
 # %% [markdown]
 # Workers deliver in bursts, w batches at almost the same time. So we took the mean of many steps. We left out the first
-# 8: two workers may have read 2 · 2 batches before the loop begins, which it then gets without a wait, and twice as
-# many are on the safe side.
+# 8: two workers may have read 2 · 2 batches before the loop begins, which it then gets without a wait. We drop
+# twice that.
 #
 # Reading that waits for a network needs no core. Reading that unpacks chunks does. A step then needs read + compute
 # seconds of processor time, and c cores deliver these in (read + compute)/c at best. So for w of at least 1
@@ -721,7 +722,14 @@ compare("2 workers, 40 ms", two_workers_slow_loop_s, mean_step_s(2, 0.04), **how
 #
 # We measure it with our file and labcode's `Loader`, which starts PyTorch's `DataLoader`. `take(step)` gives the batch
 # of a step, and notes in `waited_s` how long it has kept the loop waiting. Without a worker, reading and computing take
-# turns, and this first run also tells how long each of them takes. The cell takes half a minute.
+# turns, and this first run also tells how long each of them takes. Before the workers, the thread of section 4 reads
+# the same file. The cell takes half a minute.
+#
+# **Predict.** One thread shares the GIL with the loop, and one worker does not. How many times as long as with the
+# thread does a step take with the worker: 1 if the GIL is not what keeps the loop waiting, and 0.8 or less if it is?
+
+# %% tags=["predict"]
+worker_against_thread = 1.0
 
 # %% tags=["figure"]
 from labcode import hardware
@@ -735,6 +743,14 @@ crops = l02_weather.Crops(maps)
 sampler = Batches(len(crops), batch_size)
 measured_s = {}
 start_s = {}
+computing_ms = {}
+
+ahead = l02_by_hand.Prefetcher(l02_weather.batches(crops, batch_size, 19), ahead=2)
+batches = warm_up(iter(ahead), num_steps=8)
+timer = l02_by_hand.StepTimer()
+l02_by_hand.timed_steps(timer, batches, model, optimizer)
+thread_s = sum(timer.seconds.values()) / num_timed
+
 for workers in (0, 1, 2, 4):
     with Loader(crops, sampler, config=LoaderConfig(workers=workers)) as loader:
         loader.take(0)
@@ -743,13 +759,18 @@ for workers in (0, 1, 2, 4):
         timer = l02_by_hand.StepTimer()
         l02_by_hand.timed_steps(timer, batches, model, optimizer)
         measured_s[workers] = sum(timer.seconds.values()) / num_timed
+        waited_s = timer.seconds["data"] / num_timed
+        computing_ms[workers] = round(1e3 * (measured_s[workers] - waited_s))
     if workers == 0:
-        read_s = timer.seconds["data"] / num_timed
+        read_s = waited_s
         compute_s = measured_s[0] - read_s
 
 bound_s = {}
 for workers in (1, 2, 4):
     bound_s[workers] = max(read_s / workers, compute_s, (read_s + compute_s) / cores)
+ratio = measured_s[1] / thread_s
+compare("1 worker, against the thread", worker_against_thread, ratio, within=1.2)
+print("ms of computing in a step, by workers:", computing_ms)
 print("seconds until the first batch:", {w: round(s, 1) for w, s in start_s.items()})
 plot.lines(
     {
@@ -759,12 +780,17 @@ plot.lines(
     xlabel="workers",
     ylabel="ms a step",
     from_zero=True,
-    title="Workers take reading out of the loop, as far as there are cores",
+    title="Workers take reading out of the loop, until the cores run out",
     alt="Milliseconds a step with 0, 1, 2 and 4 workers as measured, and the bound, "
         "which falls no further once there are as many workers as cores",
 )
 
 # %% [markdown]
+# One worker, with a GIL of its own, is about as fast as the thread or a little faster. So with this file the GIL can
+# explain only a small part of a step. Look also at the printed milliseconds of computing. Where they are larger with
+# workers than without, forward and backward themselves got slower while others read or another program ran. The
+# comparison cannot say what they had to share: a core, the caches or the memory.
+#
 # Workers take the reading out of the loop. More of them than cores add nothing. The bound is computed from the read and
 # compute of the first run, so it is as exact as the machine is steady: if another program was busy in that run, a later
 # point can lie below it. What the formula leaves out makes steps longer:
@@ -772,9 +798,9 @@ plot.lines(
 # - each batch has to get from the worker to the loop. PyTorch puts it into shared memory, which on Linux lies in
 #   `/dev/shm`;
 # - more processes than cores take turns, and each turn costs time and empties caches;
-# - workers have to be **started**: the second of the printed times contains an interpreter that imports PyTorch.
-#   labcode keeps it as a server from which all workers are forked, so that the later ones are there sooner. PyTorch's
-#   `DataLoader` starts its workers in each epoch anew, unless `persistent_workers` is on;
+# - workers have to be **started**: the time until the first batch with one worker contains an interpreter that imports
+#   PyTorch. labcode keeps it as a server from which all workers are forked, so that the later ones are there sooner.
+#   PyTorch's `DataLoader` starts its workers in each epoch anew, unless `persistent_workers` is on;
 # - each worker has its own memory: its own copy of what the dataset holds, and `prefetch_factor` batches.
 #
 # On a cluster, the ranks of a node share its cores. With 64 cores and 8 GPUs there are c = 8 for each rank: one for the
@@ -824,6 +850,9 @@ plot.timeline(
 #
 # Durations must not be added up. Backward and the all-reduce take 5 + 4 = 9 ms, but together they last from 13 to 19,
 # and that is 6 ms. What counts is the **union** of the intervals.
+#
+# One thing this rule cannot see. A copy counts as busy, so a step that only waits for its copies looks fully busy,
+# although nothing is computed. When nearly all of a step is busy, ask next how much of that is computing.
 #
 # **Predict.** For how many of the 20 ms is the device busy, does the step wait for data, and is it idle?
 
@@ -953,8 +982,9 @@ plot.step_breakdown(
 # A recorded run can be opened in [Perfetto](https://ui.perfetto.dev), which shows each operation of the file under
 # `runs/gpt/profile` on a time line. Look for gaps there: on the track of a GPU a gap is a moment in which it was not
 # busy, and what the loop did meanwhile stands in the track of its thread. For the traces of many GPUs there is HTA
-# (Holistic Trace Analysis), which computes your breakdown of exercise 2.4 for each rank. TensorBoard's tab for profiles
-# is deprecated.
+# (Holistic Trace Analysis). For each rank it splits the time of the GPU into computing, communication and copies of
+# memory, and idle time, so a step that is bound by its copies can be told there. TensorBoard's tab for profiles is
+# deprecated.
 #
 # **Takeaway: profile before you change anything. What cures one training run does nothing for another.**
 

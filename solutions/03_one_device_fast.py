@@ -184,8 +184,7 @@ plot.lines(
 )
 
 # %% [markdown]
-# The layer climbs towards the level roof as the tokens grow. (A CPU takes one kernel for one token and another for
-# several, so between the two it may lie well below the roof.)
+# The layer climbs towards the level roof as the tokens grow.
 #
 # An H100 has measured the same dots, in bfloat16 and for a layer of width 8192 (`benchmarks/on_a_gpu.py`). Its large
 # product reached 827 TFLOP/s, and the sum of two tensors 2.56 TB/s, less than the datasheet's 989 and 3.35.
@@ -219,12 +218,20 @@ plot.lines(
     alt="On an H100 the linear layer lies on the rising roof from 1 to 256 tokens, and "
         "below the level roof from 512 tokens on, at four fifths of it",
 )
+print("tokens   ms on your device")
+for dot in dots[1:]:
+    print(f"{dot.name.split()[-2]:>6} {1e3 * dot.seconds:6.1f}")
 
 # %% [markdown]
-# 64 tokens cost as much as one. This is why a larger batch makes a step cheaper for each token until the device is
-# full, and no cheaper beyond. It is also why a model that writes text, one token at a time, uses less than a hundredth
-# of the arithmetic of its GPU. The ridge of the H100 is 323 FLOPs for each byte. That of a CPU core is far lower: it is
-# slower than the GPU in both, and most of all in arithmetic.
+# On the H100 64 tokens cost as much as one. On your device the printed times begin to grow much earlier, for two
+# reasons. The ridge of a CPU core is so low that a handful of tokens, about twice the ridge in float32, is already
+# bound by arithmetic. And the roof says only how fast an operation can be at best: for several tokens a CPU takes
+# another kernel than for one, and with so few rows that kernel may stay well below the roof.
+#
+# Below the ridge, then, more tokens cost next to nothing. This is why a larger batch makes a step cheaper for each
+# token until the device is full, and no cheaper beyond. It is also why a model that writes text, one token at a time,
+# uses less than a hundredth of the arithmetic of its GPU. The ridge of the H100 is 323 FLOPs for each byte. A CPU core
+# is slower than the GPU in both, and most of all in arithmetic.
 #
 # **Takeaway: an operation is bound by arithmetic if it has more FLOPs for each byte than the ridge of the device, and
 # by memory if it has fewer. A linear layer gets there with enough tokens, an elementwise operation never.**
@@ -374,7 +381,7 @@ nersc_mfu = {}
 for rung, rate in NERSC_SAMPLES_PER_S.items():
     nersc_mfu[rung] = counted_flops * rate / 16 / 312e12
 compare("MFU of bfloat16", mfu_of_bfloat16, nersc_mfu["bfloat16"], within=1.1,
-        found="published")
+        found="counted")
 
 # %% tags=["figure"]
 plot.bars(
@@ -386,8 +393,9 @@ plot.bars(
 )
 
 # %% [markdown]
-# The ladder ends at a quarter of the peak. (Its first rungs multiply in tf32, a format of section 4, whose peak on the
-# A100 is half as high: of that peak, the rung DALI reaches 12 %.)
+# The ladder ends at a quarter of the peak. NERSC has published the samples per second; the MFU is ours, from the FLOPs
+# that we counted. (The ladder's first rungs multiply in tf32, a format of section 4, whose peak on the A100 is half as
+# high: of that peak, the rung DALI reaches 12 %.)
 #
 # One thing does not add up. An A100 multiplies bfloat16 at most **twice** as fast as tf32, and the rung bfloat16 is
 # **four** times as fast as the one before it. Products alone cannot explain it. Something else must have become faster,
@@ -739,7 +747,8 @@ def work_in(dtype):
 layers = {"float32": layer_in(torch.float32), "bfloat16": layer_in(torch.bfloat16)}
 layer_s = median_s(layers, rounds=20)
 layer_gain = layer_s["float32"] / layer_s["bfloat16"]
-print(f"a layer in bfloat16 is {layer_gain:.2f} times as fast")
+print(f"in bfloat16 a layer takes {1 / layer_gain:.2g} times as long", end=", ")
+print(f"so layer_gain is {layer_gain:.2f}")
 
 parts = device_step(model.config, device_speed(CPU, torch.float32), micro_batch=8)
 products_ms = parts.matmul_s * 1e3
@@ -786,7 +795,7 @@ compare("bfloat16", bfloat16_speedup, measured_speedup, within=1.4)
 #     v = beta2 * v + (1 - beta2) * g * g                    mean of their squares
 #     w = w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 #
-# Written as a loop over the parameters, PyTorch takes 9 operations for each of them: one counts the step, one is for
+# As a loop over the parameters, the step takes 9 operations for each of them: one counts the step, one is for
 # the decay, one for m, two for v, and four for the last line. All are elementwise: few FLOPs, many bytes, many
 # launches.
 #
@@ -985,7 +994,7 @@ print(f"{compile_s / gain_s:,.0f} calls")
 # tensors, which helps the single operations, and new memory for each result costs them time. A whole model gains less,
 # since most of its time is in matrix products. When this course was written, a small GPT took 22 to 39 s to compile on
 # two cores of a CPU, and no gain could be measured. On NERSC's A100 the first of four epochs, in which the model is
-# compiled, took 57 s in the place of 12. The next two gained nothing, for a reason that its log does not say, and the
+# compiled, took 57 s instead of 12. The next two gained nothing, for a reason that its log does not say, and the
 # last gained 3 % (53.3 to 55.0 samples/s). On the H100 of section 3 a step became 1.14 times as fast.
 #
 # What `compile` cannot record (by default a `print`, an `.item()`, a decision by a value) breaks the graph in two. A
@@ -1103,7 +1112,9 @@ plot.lines(
 #
 # We climb it with our own step: 8 windows, forward, backward and AdamW. Each row has what the rows before it have.
 # Beside it stand NERSC's ladder, from the rung where the data are no longer in the way, and that of the H100. Each is
-# relative to its first rung, which is tf32 on both GPUs.
+# relative to its first rung, which is float32 here and tf32 on both GPUs. The first two rungs of this lesson have no bar.
+# The batch stays as it is, and attention calls the same function in all bars: on the GPUs its fast kernel comes with
+# bfloat16 (section 3). Exercise 3.3 lets you choose both.
 
 # %%
 from labcode.teach.labs.l03_by_hand import adamw_of
@@ -1124,20 +1135,20 @@ def step_with(dtype, how):
 
 # %%
 rungs = {
-    "float32": step_with(torch.float32, "loop"),
+    "float32 or tf32": step_with(torch.float32, "loop"),
     "bfloat16": step_with(torch.bfloat16, "loop"),
     "fused optimizer": step_with(torch.bfloat16, "fused"),
 }
 here_s = median_s(rungs, rounds=11)
 ladder = {}
 for rung, seconds in here_s.items():
-    ladder[rung] = {"here": here_s["float32"] / seconds}
+    ladder[rung] = {"here": here_s["float32 or tf32"] / seconds}
 
 # %%
 _, gpu_rungs = recorded("ladder")
 h100 = {row["name"]: row["samples_per_s"] for row in gpu_rungs}
 PUBLISHED = {
-    "float32": ("DALI", "tf32"),
+    "float32 or tf32": ("DALI", "tf32"),
     "bfloat16": ("bfloat16", "bfloat16"),
     "fused optimizer": ("fused Adam", "fused optimizer"),
     "torch.compile": ("torch.compile", "compiled"),
@@ -1149,14 +1160,14 @@ for rung, (on_a100, on_h100) in PUBLISHED.items():
 
 # %% tags=["figure"]
 plot.bars(
-    ladder, ylabel="times as fast as the first rung", fmt="{:.1f}",
+    ladder, ylabel="times as fast as the first rung", fmt="{:.2g}",
     title="The same ladder on three devices",
     alt="On the A100 nearly all of the gain of four times comes from bfloat16, and on "
         "the H100 of seven times; what it makes of the step here depends on the CPU",
 )
 
 # %% [markdown]
-# The same rungs, and other gains. NERSC's model has long sequences, so the kernel of attention decides. Ours are short,
+# The rungs are the same, and what they gain differs. NERSC's model has long sequences, so the kernel of attention decides. Ours are short,
 # so on a CPU with a unit for bfloat16 it is the products that gain, and on one without it the bar of bfloat16 is far
 # below 1: PyTorch has no fast product of 16-bit numbers for it. There is no bar for `torch.compile` here: section 6 says
 # why. On your GPU `python benchmarks/on_a_gpu.py` measures every rung.
@@ -1192,10 +1203,9 @@ plot.bars(
 from labcode.teach.labs import l03_race
 
 ### BEGIN SOLUTION
-flags = torch.cpu.get_capabilities()
-has_unit = flags.get("amx_bf16") or flags.get("avx512_bf16")
-dtype = "bfloat16" if has_unit else "float32"
-settings = l03_race.Settings(batch=8, dtype=dtype, optimizer="fused")
+settings = l03_race.Settings(batch=8, dtype="float32", optimizer="fused")
+if torch.cpu.get_capabilities().get("avx512_bf16"):  # chips with AMX have it too
+    settings = l03_race.Settings(batch=8, dtype="bfloat16", optimizer="fused")
 predicted_speedup = 6.0
 ### END SOLUTION
 
@@ -1210,7 +1220,7 @@ check("3.3", settings, predicted_speedup)
 
 # %% tags=["solution-only"]
 for batch in (4, 8, 16):
-    choice = l03_race.Settings(batch=batch, dtype=dtype, optimizer="fused")
+    choice = l03_race.Settings(batch=batch, dtype=settings.dtype, optimizer="fused")
     print(f"batch {batch:2}: {l03_race.steps_to_target(choice)} steps")
 print(f"the baseline: {l03_race.steps_to_target(l03_race.BASELINE)} steps")
 

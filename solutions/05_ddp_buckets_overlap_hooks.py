@@ -15,7 +15,8 @@
 #
 # In the last lesson you averaged gradients with one all-reduce for each parameter, after backward. That is correct, and
 # slow. In this lesson you make it fast in two steps: you send gradients together, and you send them while backward is
-# still computing. What you have at the end is the core of PyTorch's `DistributedDataParallel`, and you compare the two.
+# still computing. What you have at the end is the core of PyTorch's `DistributedDataParallel`, and section 5 times the
+# two side by side.
 #
 # ## Goals
 #
@@ -59,9 +60,12 @@ print(f"{len(sizes)} parameters, {gradient_bytes:,} bytes of gradients")
 # A transformer has many small parameters: every normalisation has a weight and a bias, and every linear layer has a
 # bias. If each gradient travels alone, each of them pays the first part.
 #
-# On four ranks the formula becomes 6 α + 1.5 n/β. Let us measure α and β on this machine. We send 64 small messages,
-# and one that is as large as all gradients of our model. Each is sent in four rounds, one after the other, and we take
-# the fastest of four measurements.
+# On four ranks the formula becomes 6 α + 1.5 n/β. Let us measure both parts on this machine. We send
+#
+# - 64 small messages, which cost little more than 6 α each, and
+# - one that is as large as all gradients of our model.
+#
+# Each is sent in four rounds, one after the other, and we take the fastest of four measurements.
 
 # %%
 from labcode.parallel.data import make_buckets
@@ -86,9 +90,14 @@ def rounds_s(rank, layouts):
 small_s, large_s = ranks.run(rounds_s, [[1000] * 64, [gradient_bytes]])[0]
 fitted_s = [small_s / 64, large_s]
 link = alpha_beta.fit("all_reduce", 4, [1000, gradient_bytes], fitted_s)
-print(f"alpha {link.alpha_s * 1e6:.0f} us, beta {link.beta_bytes_per_s / 1e9:.2f} GB/s")
+print(f"alpha {link.alpha_s * 1e6:.0f} us, so 6 alpha is {6e3 * link.alpha_s:.1f} ms")
+print(f"all gradients in one message: {1e3 * large_s:.1f} ms")
 
 # %% [markdown]
+# What the large message takes beyond 6 α is the part of the bytes, 1.5 n/β. Here it is the small difference of two
+# noisy times, so do not take `link.beta_bytes_per_s` for the bandwidth of the machine. Lesson 01, section 6, measured
+# that with longer messages. For the sum below the difference is good enough.
+#
 # **Predict** with `link.alpha_s`, `link.beta_bytes_per_s` and `len(sizes)`: how many times as long as a single
 # all-reduce of all gradients does it take to send each gradient in an all-reduce of its own? Begin with what the bytes
 # cost in either case, 1.5 n/β. (The four ranks share the cores of this machine with each other and with other programs,
@@ -482,34 +491,44 @@ import contextlib
 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from labcode.parallel.data import DataParallel
+from labcode.parallel.data import DataParallel, make_buckets
 from labcode.teach.labs import l05_by_hand
 
 
 def step_s(rank, wrap):
     """Seconds of the fastest forward, backward and average."""
-    model = wrap(layers.initialize(gpt.GPT(model_config), 0))
+    model, finish = wrap(layers.initialize(gpt.GPT(model_config), 0))
 
     def step(_):
         gpt.loss(model(tokens), tokens).backward()
-        if isinstance(model, DataParallel):
-            model.finish_gradient_sync()
+        finish()
 
     return min(call_times(step, num_bytes=0, repeats=6))
 
 def by_hand(module):
-    return DataParallel(module, dist.group.WORLD, bucket_mb=0.5)
+    """The class of exercise 5.2."""
+    buckets = [bucket.params for bucket in make_buckets(module, 0.5)]
+    parallel = l05_by_hand.OverlappedDataParallel(module, dist.group.WORLD, buckets)
+    return module, parallel.finish_gradient_sync
+
+def by_labcode(module):
+    model = DataParallel(module, dist.group.WORLD, bucket_mb=0.5)
+    return model, model.finish_gradient_sync
+
+def nothing():
+    """DDP has waited for its buckets when backward returns."""
 
 def by_pytorch(module):
-    return DistributedDataParallel(module, bucket_cap_mb=0.5)
+    return DistributedDataParallel(module, bucket_cap_mb=0.5), nothing
 
-by_hand_s = max(ranks.run(step_s, by_hand))
-by_pytorch_s = max(ranks.run(step_s, by_pytorch))
-print(f"by hand {1e3 * by_hand_s:.1f} ms, DDP {1e3 * by_pytorch_s:.1f} ms a step")
+WAYS = {"exercise 5.2": by_hand, "labcode": by_labcode, "DDP": by_pytorch}
+for name, wrap in WAYS.items():
+    print(f"{name:12} {1e3 * max(ranks.run(step_s, wrap)):.1f} ms a step")
 
 # %% [markdown]
-# The two are close, within the noise of this machine. DDP's hooks are C++ and ours are Python, so DDP has less to do
-# for each gradient, which counts where a model has many small ones.
+# The three are close, within the noise of this machine. (The first line times labcode's solution of exercise 5.2. To
+# time yours, write `OverlappedDataParallel` for `l05_by_hand.OverlappedDataParallel`.) DDP's hooks are C++ and the
+# others are Python, so DDP has less to do for each gradient, which counts where a model has many small ones.
 #
 # Now to **`no_sync`**. With gradient accumulation (lesson 04, section 4), DDP would send after every micro-batch.
 # Inside the context `model.no_sync()`, backward only adds. Forward belongs inside as well, because that is where DDP
@@ -619,17 +638,16 @@ def gradient(model):
 def accumulated(rank, wrap):
     """The gradient of rank 0 after four micro-batches on each rank, in float64."""
     module = layers.initialize(gpt.GPT(model_config), 0).double()
-    model = wrap(module)
+    model, finish = wrap(module)
     accumulate(model, tokens_of(rank).chunk(4))
-    if isinstance(model, DataParallel):
-        model.finish_gradient_sync()
+    finish()
     return gradient(module) if rank == 0 else None
 
 module = layers.initialize(gpt.GPT(model_config), 0).double()
 all_tokens = torch.cat([tokens_of(rank) for rank in range(4)])
 gpt.loss(module(all_tokens), all_tokens).backward()
 one_process = gradient(module)
-for name, wrap in {"DDP": by_pytorch, "labcode": by_hand}.items():
+for name, wrap in {"DDP": by_pytorch, "labcode": by_labcode}.items():
     found = ranks.run(accumulated, wrap)[0]
     away = (found - one_process).norm() / one_process.norm()
     print(f"{name:8} {away:.0e} of its length away from one process")
@@ -702,8 +720,8 @@ def clipped_step(model, optimizer, inputs, targets, max_norm):
 check("5.4", clipped_step, ranks)
 
 # %% [markdown]
-# PyTorch has it as `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`. In labcode's training loop the norm
-# comes from elsewhere, and this function does the rest.
+# PyTorch has it as `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`. labcode's training loop
+# computes the norm of the whole model first, and hands it to this function.
 
 # %%
 from labcode.train.optim import clip_gradients

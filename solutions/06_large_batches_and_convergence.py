@@ -15,15 +15,16 @@
 #
 # Data parallelism makes a step over more samples cheap. That is only worth something if the model then needs fewer
 # steps. In this lesson you find out how many samples a step can use: from the noise in its gradients, and from a sweep.
-# You see what the learning rate has to do with it, and at the end you train with messages that are rare.
+# The same theory says how the learning rate follows the batch, and you hold it against the sweep. At the end, copies of
+# a model train alone and exchange their weights only now and then.
 #
 # ## Goals
 #
 # - tell speed (samples per second) from progress (loss per sample), and measure both;
-# - derive the gradient noise scale, and measure it in a data-parallel run with one number more per step;
-# - run a sweep over batch and learning rate, and read the critical batch size from it;
-# - judge the rules for learning rates by a measurement;
-# - write the outer step of DiLoCo, and say what rare messages cost.
+# - derive the gradient noise scale, and measure it in a data-parallel run that sends one extra number per step;
+# - run a sweep over batch and learning rate, and read the critical batch size from it, in samples and in tokens;
+# - derive how the best rate follows the batch, and say where the derivation holds;
+# - write the outer step of DiLoCo, and say what it costs to send rarely.
 #
 # **Time**: 170 minutes. Good places for a break are after section 2 and after section 3.
 #
@@ -47,7 +48,8 @@ ranks = Ranks(4)
 # ## 1. Fast is not the same as far (core, 15 min)
 #
 # We train a small GPT on Shakespeare, character by character: one layer, 32 characters at a time. A **sample** is one
-# such window of text, and the **batch** is the number of samples in an optimizer step.
+# such window of text, and the **batch** is the number of samples in an optimizer step. Papers on language models count
+# the batch in **tokens**: here a token is a character, so a batch of 16 samples is one of 512 tokens.
 #
 # How long does a step take? Part of it does not depend on the batch B: Python, starting each operation, and the
 # optimizer, which is left out here: what we time is forward and backward. The rest is work for each sample. So a simple
@@ -91,21 +93,21 @@ windows = text.load(TextData(), l06_runs.gpt().model.context_length).train
 small_gpt = gpt.GPT(l06_runs.whole_model())
 batches = [1, 2, 4, 8, 16, 64, 256]
 seconds = [step_s(small_gpt, windows, batch) for batch in batches]
-speeds = [batch / s for batch, s in zip(batches, seconds)]
+speeds = [batch / s for batch, s in zip(batches, seconds)]  # samples per second
 t1, t0 = np.polyfit(batches, seconds, 1, w=1 / np.array(seconds))
 half_batch = np.interp(0.5 / t1, speeds, batches)
 multiple = half_batch * t1 / t0
 compare("half speed, in t0 / t1", multiple_of_t0_over_t1, multiple, within=1.5)
 plot.lines(
     {
-        "measured": speeds,
-        "t0 + t1 B": [batch / (t0 + t1 * batch) for batch in batches],
+        "measured": np.array(speeds) / 1000,
+        "B / (t0 + t1 B)": [batch / (t0 + t1 * batch) / 1000 for batch in batches],
     },
     x=batches,
     logx=True,
     logy=True,
     xlabel="batch, samples per step",
-    ylabel="samples per second",
+    ylabel="thousand samples per second",
     title="A larger batch is faster, until the work itself counts",
     alt="Samples per second grow with the batch and level off, as the model says",
 )
@@ -113,22 +115,22 @@ plot.lines(
 # %% [markdown]
 # So far everything speaks for a large batch. But the curve says nothing about learning. The next table does: a ViT for
 # the weather, like that of lesson 02, has seen the **same 320 samples** with each batch. With batch 1 it made 320 steps
-# with them, with batch 16 only 20. Each cell is the mean of three seeds, and the best rate of each batch has a frame.
-# The runs come with the course (`l06_runs.VIT_COMMAND` made them); on any machine they give the same losses up to
-# rounding.
+# with them, with batch 16 only 20. Each cell is a mean squared error of fields that were scaled to a variance of 1, the
+# mean of three seeds, and the best rate of each batch has a frame. The runs come with the course
+# (`l06_runs.VIT_COMMAND` made them); on any machine they give the same losses up to rounding.
 
 # %% tags=["figure"]
 weather = l06_runs.shipped("vit")
 plot.sweep(
     weather,
-    title="ViT: validation loss after 320 samples",
-    alt="The best loss is 0.113 for batch 1, 0.114 for 4, 0.117 for 8, 0.121 for 16",
+    title="ViT: validation error after 320 samples",
+    alt="The best error is 0.113 for batch 1, 0.114 for 4, 0.117 for 8, 0.121 for 16",
 )
 
 # %% [markdown]
-# Look at the framed cells. Up to a batch of 4 the loss is nearly the same: the larger batch is as good a use of the
-# samples, and takes less time. Beyond that, each sample teaches less, at whatever rate. (The frame is never at the edge
-# of the table. If it were, the best rate might lie outside, and we would compare rates instead of batches.)
+# Look at the framed cells. Up to a batch of 4 the error is nearly the same: the larger batch makes equally good use of
+# the samples, and takes less time. Beyond that, each sample teaches less, at whatever rate. (The frame is never at the
+# edge of the table. If it were, the best rate might lie outside, and we would compare rates instead of batches.)
 #
 # **Takeaway: time to a loss is steps to that loss times seconds per step. A larger batch improves one and may spoil the
 # other.**
@@ -155,35 +157,39 @@ plot.gradient_noise(
 # samples has a variance of 1 / B. Going from 1 to 4 helps a lot. When all arrows point the same way, more samples only
 # repeat what is known.
 #
-# Now in numbers. Each weight's gradient has a variance from sample to sample. The sum of these variances over all
-# weights is written tr Σ, and we call it the **variance** of one sample's gradient. Let G_B be the gradient of a batch
-# of B samples. How long is it, on average? Take one weight. Its number in G_B has the mean g, which is its number in G,
-# and a variance of σ² / B, as it is the mean of B samples. The mean of a square is the square of the mean plus the
-# variance, here g² + σ² / B. Added up over all weights (the letter E in front says *the mean over many batches*):
+# Noise also makes a gradient **longer**. Suppose that the squared length of G is 20, and that of single samples'
+# gradients 100 on average.
 #
-#     E |G_B|² = |G|² + tr Σ / B
-#
-# Noise makes a gradient **longer**. That is how we can measure it: compare the squared length for a small batch with
-# that for a large one. The difference is noise.
-#
-# The batch at which noise and gradient are equally long is the **gradient noise scale** (McCandlish et al. 2018,
-# arXiv:1812.06162, equation 2.9):
-#
-#     B_noise = tr Σ / |G|²
-#
-# Example: |G|² = 20 and tr Σ = 80. Then B_noise = 4, and one sample gives 20 + 80 = 100 on average.
-#
-# **Predict.** What is the mean of |G_16|²?
+# **Predict**, before we have a formula: what is the squared length for batches of 16, on average?
 
 # %% tags=["predict"]
-square_of_16 = 20 + 80 / 16
+square_of_16 = 20 + 80 / 16  # noise adds 80 to one sample's, and a 16th of that to 16
 
 # %%
 # G is a row of 20 ones, and each of its 20 numbers has a variance of 4
 gradients = 1 + 2 * torch.randn(5000, 16, 20)
 of_batches = gradients.mean(dim=1)
 mean_square = of_batches.square().sum(dim=1).mean().item()
-compare("|G|^2, 16 samples", square_of_16, mean_square, within=1.05, found="simulated")
+compare("|G_16|^2", square_of_16, mean_square, within=1.1, found="simulated")
+
+# %% [markdown]
+# Now in general. Each weight's gradient has a variance from sample to sample. The sum of these variances over all
+# weights is written tr Σ, and we call it the **variance** of one sample's gradient. Let G_B be the gradient of a batch
+# of B samples. Take one weight. Its number in G_B has the mean g, which is its number in G, and a variance of σ² / B,
+# as it is the mean of B samples. The mean of a square is the square of the mean plus the variance, here g² + σ² / B.
+# Added up over all weights (the letter E in front says *the mean over many batches*):
+#
+#     E |G_B|² = |G|² + tr Σ / B
+#
+# That is how noise can be measured: compare the squared length for a small batch with that for a large one. The
+# difference is noise.
+#
+# The batch at which noise and gradient are equally long is a **gradient noise scale** (McCandlish et al. 2018,
+# arXiv:1812.06162, equation 2.9). The paper calls it
+#
+#     B_simple = tr Σ / |G|²
+#
+# and in the example it is 80 / 20 = 4 samples. Section 3 says what is simple about it.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 6.1 · Two equations
@@ -265,8 +271,8 @@ compare("mean of the ratios", mean_of_ratios, verdict, found="computed", options
 # %% [markdown] tags=["exercise"]
 # ### Exercise 6.3 · Smooth it
 #
-# Complete the class. The new value of a smoothed number is `keep` times the old one plus `1 - keep` times what was
-# measured. Both start at 0; in the ratio that does not matter.
+# Complete the class. Each step moves a smoothed number towards what was measured, by the part `1 - keep` of the
+# distance, so that a step counts less with every later one. Both numbers start at 0. Why does that not spoil the ratio?
 
 # %% tags=["exercise"]
 class Smoothed:
@@ -285,7 +291,7 @@ class Smoothed:
         ### END SOLUTION
 
     def noise_scale(self):
-        """B_noise, in samples."""
+        """B_simple, in samples."""
         ### BEGIN SOLUTION
         return self.variance / self.square
         ### END SOLUTION
@@ -294,8 +300,9 @@ class Smoothed:
 check("6.3", Smoothed)
 
 # %% [markdown]
-# In labcode a hook sees the gradient of each micro-batch, so that accumulation counts as well. The flag
-# `--train.noise_scale` adds the result to the metrics. Here are 200 steps on two ranks.
+# In labcode a hook sees the gradient of each micro-batch, so that accumulation counts as well, also on one GPU. The
+# flag `--train.noise_scale` adds the result to the metrics. Here are 225 steps on two ranks at a constant rate. (The
+# rate matters: the lower it is, the larger the noise scale, as appendix C of the paper explains.)
 
 # %%
 from labcode import launch
@@ -304,10 +311,11 @@ from labcode.train import metrics, noise_scale
 
 show_source(noise_scale.estimate)
 options = [f"--{name}={value}" for name, value in l06_runs.GPT_FIELDS.items()]
-options += ["--train.steps=200", "--train.global_batch=32", "--train.micro_batch=8"]
+options += ["--train.steps=225", "--train.global_batch=32", "--train.micro_batch=8"]
+options += ["--optim.lr=0.01", "--optim.min_lr=0.01", "--train.eval_every=0"]
 options += ["--train.noise_scale", "--train.out=runs/noise", "--train.overwrite"]
 with following("training with the noise scale"):
-    launch.run("labcode.train", "gpt_tiny", *options, "--train.eval_every=0", nproc=2)
+    launch.run("labcode.train", "gpt_tiny", *options, nproc=2)
 
 # %% tags=["figure"]
 noisy = [row for row in metrics.read("runs/noise") if "noise_scale" in row]
@@ -316,17 +324,17 @@ plot.lines(
     x=[row["step"] for row in noisy],
     logy=True,
     xlabel="step",
-    ylabel="B_noise, samples",
+    ylabel="B_simple, samples",
     title="The noise scale grows while the model learns",
-    alt="The noise scale rises from a few samples to dozens during 200 steps",
+    alt="The noise scale rises from a few samples to about thirty during 225 steps",
 )
 
 # %% [markdown]
 # At first all samples say the same ("spaces and e are frequent"), so few are enough. Later G is short, and what is left
 # to learn differs from sample to sample.
 #
-# **Takeaway: the noise scale says how many samples a step can use. It costs one number per step, and it grows during
-# training.**
+# **Takeaway: the noise scale says how many samples a step can use. Measuring it costs one number per step, and it grows
+# during training.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* In 6.2 people take the small square after the average, or their own instead of the mean. Ask:
@@ -336,14 +344,30 @@ plot.lines(
 # %% [markdown]
 # ## 3. The critical batch (core, 35 min)
 #
-# The noise scale makes a forecast. If a step with an exact gradient gains 1, a step with batch B gains
-# 1 / (1 + B_noise / B) (the same paper, equation 2.7). So the number of steps to a given loss is
+# How much does a step gain? Close to the present weights the loss is like a bowl. A step with the rate ε along the
+# gradient of a batch lowers it by ε G·G_B at first, and the bend of the bowl takes some of that back. How strongly it
+# bends in each direction is said by H, the matrix of second derivatives, called the **Hessian**. On average over
+# batches the gain is
+#
+#     gain(ε) = ε |G|² − ½ ε² (GᵀHG + tr(HΣ) / B)
+#
+# Noise brings nothing in the first term, as it points anywhere, but it costs in the second, and with 1 / B as ever.
+# Over ε this is a parabola, so we can read off its highest point (the same paper, equations 2.6 to 2.8):
+#
+#     rate(B) = rate_max / (1 + B_noise / B)
+#     gain(B) = gain_max / (1 + B_noise / B)                  with  B_noise = tr(HΣ) / GᵀHG
+#
+# If the bowl bends equally in all directions, H drops out, and B_noise is the B_simple of section 2. No real bowl does.
+# The paper takes B_simple all the same, as it is so cheap to measure. Averaged over a run, it came to between a 20th
+# and 8 times the batch that we look for now (its table 1). The formula for the rate has to wait until section 4.
+#
+# A gain that is so many times smaller takes so many times the steps. So the number of steps to a given loss is
 #
 #     S = S_min · (1 + B_crit / B) = S_min + E_min / B          with  E_min = B_crit · S_min
 #
-# S_min is what a batch without end would need. The samples of the whole training are S · B = E_min + S_min · B, and
-# E_min is what the smallest batch would need. The batch **B_crit** where the curve bends is called the critical batch.
-# In this theory it is the noise scale, averaged over the run in some way, as that grows.
+# S_min is what an endlessly large batch would need. The samples of the whole training are S · B = E_min + S_min · B,
+# and E_min is what the smallest batch would need. The batch **B_crit** where the curve bends is called the critical
+# batch. In this theory it is the noise scale, averaged over the run, as that grows.
 #
 # For example, S_min = 100 steps and B_crit = 40. A batch of 40 then needs 200 steps and 200 · 40 = 8,000 samples: at
 # the critical batch you pay twice the least steps and twice the least samples. Far below it, you wait longer for hardly
@@ -396,15 +420,16 @@ check("6.4", sweep)
 print(l06_runs.COMMAND)
 
 # %% [markdown]
-# It trains our GPT to a validation loss of 2.3, at a rate that is constant after 20 steps of warm-up, with two seeds.
-# It took some ten minutes of two cores, so its table comes with the course. At the best rates it needed 1,259 steps
-# with batch 4, and 125 with batch 256.
+# It trains our GPT to a validation loss of 2.3 nats per character (a nat is the unit of a loss with natural
+# logarithms), at a rate that is constant after 20 steps of warm-up, with three seeds. It took some ten minutes of two
+# cores, so its table comes with the course. At the best rates it needed 1,254 steps with batch 4, and 107 with batch
+# 1024.
 #
 # **Predict.** From these two numbers and the formula: how many steps did it need with batch 32?
 
 # %% tags=["predict"]
-E_min = (1259 - 125) / (1 / 4 - 1 / 256)
-S_min = 125 - E_min / 256
+E_min = (1254 - 107) / (1 / 4 - 1 / 1024)
+S_min = 107 - E_min / 1024
 steps_of_32 = S_min + E_min / 32
 
 # %% tags=["figure"]
@@ -418,9 +443,14 @@ plot.sweep(
     rows,
     of="steps",
     target=l06_runs.TARGET,
-    title="GPT: steps to a loss of 2.3",
-    alt="At the best rates 1260 steps with batch 4 fall to 125 with batch 256",
+    title="GPT: steps to a loss of 2.3 nats per character",
+    alt="At the best rates 1254 steps with batch 4 fall to about 106 with 512 and 1024",
 )
+
+# %% [markdown]
+# "> 2000" says that at least one of the seeds did not come to the target in the 2,000 steps that it had, or in the 195
+# that 200,000 samples are with batch 1024. That may have two reasons. With batch 4 at 0.001 one seed arrived after
+# 1,942 steps, and the others had come to 2.32. With batch 4 at 0.03 the loss does not fall below 2.46 any more.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 6.5 · The verdict
@@ -443,199 +473,321 @@ check("6.5", fit)
 
 # %% tags=["figure"]
 curve = sweep_table.fit_tradeoff([w.batch for w in ways], [w.steps for w in ways])
-print(f"S_min {curve.least_steps:.0f}, E_min {curve.least_samples:.0f}, "
-      f"critical batch {curve.critical_batch:.0f}")
+critical = curve.critical_batch
+print(f"S_min {curve.least_steps:.0f} steps, E_min {curve.least_samples:.0f} samples")
+print(f"critical batch {critical:.0f} samples of 32 tokens: {32 * critical:.0f} tokens")
+noise = l06_runs.mean_noise_scale("runs/noise")
+if noise is not None:
+    print(f"noise scale, mean of the run of section 2: {noise:.0f} samples")
 plot.steps_against_batch(
     measured_steps,
     curve,
-    noise_scale=l06_runs.last_noise_scale("runs/noise"),
-    title="Steps to a loss of 2.3",
-    alt="Measured steps follow the curve; it bends at a critical batch of about 40",
+    noise_scale=noise,
+    title="Steps to a loss of 2.3 nats per character",
+    alt="Measured steps follow the curve; it bends at a critical batch of about 44",
 )
 
 # %% [markdown]
-# The seven points lie on the curve within some ten percent, although the theory was made for plain gradient descent and
-# we train with AdamW. The noise scale of the run of section 2 (the figure has its line if you made that run) comes out
-# at the same order of magnitude as the critical batch, not at the same number: the paper, too, finds them equal only up
-# to a factor of a few (section 3), and ours still grows at the end of its 200 steps.
+# The nine points lie within a few percent of the curve, although the theory was made for plain gradient descent and we
+# train with AdamW. The noise scale, averaged over a run like those of the sweep (batch 32 at a rate of 0.01), is of the
+# same order of magnitude, and less than half of the critical batch. (The figure has its line if you made that run.)
+#
+# How large is a critical batch elsewhere?
+#
+# | model | tokens in a batch | how it is known |
+# |---|---|---|
+# | this GPT | 1,400 is critical | the sweep |
+# | the largest of Kaplan et al. 2020 | 1 to 2 million are critical at the end | noise scale (arXiv:2001.08361, section 1.1) |
+# | GPT-3, 175 billion weights | begins with 32,000 and takes 3.2 million | guided by the noise scale (arXiv:2005.14165, 2.3 and appendix B) |
+# | OLMo, 1 and 7 billion | near 0 at the start, then up to 17 million are critical | runs that branch off with other batches (arXiv:2505.23971) |
+# | Llama 3, 405 billion | 4 million, 8 after 252 million tokens, 16 after 2.87 trillion | as trained (arXiv:2407.21783, section 3.4.1) |
+# | DeepSeek-V3 | 13 million at first, 63 from 469 billion tokens on | as trained (arXiv:2412.19437, section 4.2) |
+#
+# What decides? Zhang et al. 2024 (arXiv:2410.21676) varied one thing at a time: the critical batch grows with the
+# amount of data, and hardly with the size of the model. That fits section 2, where the noise scale grows along a run.
+# It is also a reason for what GPT-3, Llama 3 and DeepSeek-V3 do, **batch ramp-up**: they begin with a small batch and
+# enlarge it, because the batch that is right at the end would waste samples at the beginning. (Meta names the stability
+# of early training as well.) With a ramp-up OLMo 1B took 43 % fewer steps to a slightly better loss (Merrill et al.
+# 2025). The same authors found the noise scale too small by several orders of magnitude. So take it for a hint, and let
+# runs decide.
 #
 # **Takeaway: far below the critical batch, twice the ranks need about half the steps. Going from half of it to the
 # whole saves a third of the steps (3 S_min against 2 S_min). Far beyond it they need as many as before.**
 
 # %% [markdown]
-# What does it cost? Time to the loss is S · t(B), with t(B) from section 1 for one device. Suppose now that you spread
-# the batch over devices, 16 samples on each. Then the time per step stays that of 16 (and the all-reduce, which is left
-# out here), and the bill grows with the number of devices. Take 2 euros for the hour of a device, or the price on your
-# own invoice.
-#
-# **Predict.** From 1, 2, 4, 8 and 16 devices: with how many is the loss reached soonest, and with how many at the
-# lowest price?
-
-# %% tags=["predict"]
-soonest = 16
-cheapest = 1
+# What does it cost? Suppose that you spread the batch over devices, 16 samples on each. Then a step always takes as
+# long as one of 16 samples (and the all-reduce, which is left out here). So the time goes with the steps, and the bill
+# with devices times steps.
 
 # %% tags=["figure"]
-from labcode.config import TextData
-from labcode.data import text
-from labcode.models import gpt
-from labcode.teach.labs.l06_by_hand import step_s
-
-windows = text.load(TextData(), l06_runs.gpt().model.context_length).train
-step_of_16_s = step_s(gpt.GPT(l06_runs.whole_model()), windows, batch=16)
-price_per_hour = 2.0
-on_devices = [way for way in ways if way.batch >= 16]
-seconds_to_loss = [way.steps * step_of_16_s for way in on_devices]
-euros = []
-for way, to_loss_s in zip(on_devices, seconds_to_loss):
-    devices = way.batch // 16
-    euros.append(10_000 * devices * to_loss_s / 3600 * price_per_hour)
-numbers = [way.batch // 16 for way in on_devices]
-fastest = numbers[seconds_to_loss.index(min(seconds_to_loss))]
-compare("soonest", soonest, fastest, within=1, found="computed")
-least = numbers[euros.index(min(euros))]
-compare("cheapest", cheapest, least, within=1, found="computed")
-plot.lines(
-    {"a batch of 16, 32, ... 256": (seconds_to_loss, euros)},
-    points={
-        "1 device": (seconds_to_loss[:1], euros[:1]),
-        "16 devices": (seconds_to_loss[-1:], euros[-1:]),
-    },
-    xlabel="seconds to the loss",
-    ylabel="euros for 10,000 such runs",
+steps_on = {way.batch // 16: way.steps for way in ways if 16 <= way.batch <= 256}
+times = {devices: steps / steps_on[1] for devices, steps in steps_on.items()}
+bills = {devices: devices * part for devices, part in times.items()}
+for devices, part in times.items():
+    bill = bills[devices]
+    print(f"{devices:2} devices: {part:.2f} of the time, {bill:.2f} of the bill")
+plot.speed_and_price(
+    times,
+    bills,
     title="Time costs money: 16 samples on each device",
-    from_zero=True,
-    alt="From 1 to 16 devices the time falls to a third and the cost grows sixfold",
+    alt="From 1 to 16 devices time falls to a third, and device hours grow fivefold",
 )
 
 # %% [markdown]
-# Fastest and cheapest are the two ends. The question is which doubling is worth its price. From 1 to 2 devices a third
-# of the time goes, for a third more money. The last one, from 8 to 16 devices, nearly doubles the price and saves 4 %
-# of the time: this batch of 256 lies far beyond the critical one.
+# Fastest and cheapest are the two ends. The question is which doubling is worth its price. From 1 to 2 devices more
+# than a third of the time goes, for a quarter more device hours. The last one, from 8 to 16 devices, costs 79 % more
+# and saves 10 % of the time: a batch of 256 lies far beyond the critical one.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* In 6.4 the usual mistake is `table.get(...) is None`, which repeats failed runs at each restart.
 # Ask: which batch would you buy? There is no right answer without a price for your own time, and that is the answer.
 
 # %% [markdown]
-# ## 4. The rate follows the batch, but how? (core, 30 min)
+# ## 4. The rate follows the batch, but how? (core, 35 min)
 #
 # Two rules are often quoted for a batch k times as large.
 #
 # - **Linear**: k times the rate (Goyal et al. 2017, arXiv:1706.02677). k small SGD steps along nearly the same gradient
 #   go k times as far as one.
-# - **Square root**: √k times the rate. Adam divides by the size of the gradient, noise included. Where noise dominates,
-#   that size falls with √k (Malladi et al. 2022, arXiv:2205.10287).
+# - **Square root**: √k times the rate, for Adam (Malladi et al. 2022, arXiv:2205.10287).
 #
-# The table has batches from 4 to 256, so k = 64. The best rate of batch 4 is 0.003. (It is decided by one of two seeds:
-# at 0.01 the other one arrives sooner, and this one never.) For batch 256 the linear rule says 64 · 0.003 = 0.19, and
-# the square root says 8 · 0.003 = 0.024.
+# Section 3 has a formula for SGD, which was the highest point of a parabola:
 #
-# **Predict.** Which of them is nearer to the best rate of the sweep, "linear" or "square root"? (The map of section 3
-# knows it; try without.)
+#     rate(B) = rate_max / (1 + B_noise / B)
+#
+# Far below the noise scale it is rate_max · B / B_noise, which is the linear rule. Far above it is rate_max, however
+# large the batch: when the gradient is known already, a better estimate of it allows no longer step.
+#
+# What changes with Adam? It divides the gradient of each weight by the square root of v, an average of that gradient's
+# square, and section 2 says how large the square is: g² + σ² / B. Let us assume that the noise is the same multiple of
+# the gradient for each weight. Then the square is g² (1 + B_noise / B).
+#
+# **Predict.** The table has batches from 4 to 1024. The linear rule says 256 times the rate for the last of them, the
+# square root says 16 times. What do you find for AdamW, with a B_noise of 44? A step from one rate to the next in this
+# sweep is a factor of 1.8 or so, and no sweep knows the best rate better than that.
 
 # %% tags=["predict"]
-nearer_rule = "square root"
-
-# %% tags=["nbval-check-output"]
-from labcode.train import sweep_table
-
-ways = sweep_table.to_loss(l06_runs.shipped("gpt"), l06_runs.TARGET)
-best_rates = {way.batch: way.lr for way in ways}
-print("best of the sweep:", best_rates)
-found = best_rates[256]
-off_by = {"linear": 0.003 * 64 / found, "square root": 0.003 * 8 / found}
-print("off by a factor of", {rule: round(factor, 1) for rule, factor in off_by.items()})
-compare("the nearer rule", nearer_rule, min(off_by, key=off_by.get), options=off_by)
+# the step is rate / √v, and √v holds the root of 1 + B_noise / B: one such root is left
+growth_of_the_rate = ((1 + 44 / 4) / (1 + 44 / 1024)) ** 0.5
 
 # %% [markdown]
-# The sweep says 0.01 for batch 256: about three times the rate, not 64 times. At 0.19 the linear rule is six times
-# above the largest rate of the sweep. It was found for SGD, and far below the critical batch; here we train with AdamW,
-# and go far beyond it. The square root, 0.024, lies between two rates of the sweep, 0.01 and 0.03, which are both nearly
-# as good (and for batch 128 it is 0.03 that wins): a sweep in steps of three cannot say more.
-#
-# So a rule gives a place to begin, and may be wrong even there: in the table of the ViT (section 1) the best rate falls
-# from batch 4 to batch 16, where 20 steps are all there is. `--optim.lr_rule square_root --optim.reference_batch 16`
-# applies a rule. The sweep decides. For very large batches LAMB and LARS (`--optim.name lamb`) let each matrix move in
-# proportion to its own length.
-#
-# What if you change only the batch, or only the rate?
-#
-# **Predict**, each time by a word: "sooner", "later" (up to twice the steps), "far later", or "never" (in the steps of
-# the table). The table of section 3 knows it; try without.
-#
-# - Batch 256 keeps the rate of batch 4, 0.003. When does it arrive, beside batch 256 at its best rate?
-# - Batch 4 gets ten times its rate, 0.03. When does it arrive, beside batch 4 at its best rate?
-
-# %% tags=["predict"]
-large_batch_old_rate = "later"
-small_batch_high_rate = "never"
-
-# %% tags=["nbval-check-output"]
-WHEN = ("sooner", "later", "far later", "never")
-
-def arrival(batch, lr):
-    """When the runs of this batch and rate arrive, beside those of the best rate."""
-    rows = sweep_table.grouped(l06_runs.shipped("gpt"))[batch, lr]
-    steps = [sweep_table.steps_to(row, l06_runs.TARGET) for row in rows]
-    if None in steps:
-        lowest = [round(min(loss for _, loss in row.val_losses), 2) for row in rows]
-        print(f"batch {batch} at {lr}: the lowest losses are {lowest}")
-        return "never"
-    (best,) = [way.steps for way in ways if way.batch == batch]
-    times = statistics.mean(steps) / best
-    print(f"batch {batch} at {lr}: {times:.2g} times the steps of the best rate")
-    return "sooner" if times < 1 else "later" if times <= 2 else "far later"
-
-compare("large batch", large_batch_old_rate, arrival(256, 0.003), options=WHEN)
-compare("small batch", small_batch_high_rate, arrival(4, 0.03), options=WHEN)
-
-# %% [markdown]
-# A third of its best rate costs batch 256 some steps. Ten times its best rate keeps batch 4 from arriving at all: its
-# losses come to rest above the target, as each step follows the noise of four samples too far.
-#
-# Two guards are usual at high rates. **Clipping** (lesson 05, section 6) bounds the gradient of a step. It protects
-# SGD; a step of AdamW is about as long as the rate says, however long the gradient is. **Warm-up** begins with small
-# steps, while Adam's averages are still rough. In all runs of the sweep the rate rose over the first 20 steps. How much
-# hangs on that?
-#
-# **Predict.** Batch 256 trains at a rate of 0.1, ten times its best one in the sweep. When it begins at the full rate,
-# it does not come to a loss of 2.3 in 200 steps. Does it come there if the rate rises over the first 100 steps,
-# `True` or `False`?
-
-# %% tags=["predict"]
-warm_up_helps_it = True
+# We call a rate **good** if it needs at most 10 % more steps than the best one, and take the middle of the good ones.
 
 # %% tags=["figure"]
-from labcode.teach.progress import status
+from labcode.train import sweep_table
 
-curves = {}
-for steps in (0, 100):
-    status(f"training with {steps} steps of warm-up")
-    curves[f"{steps} steps of warm-up"] = l06_runs.validated_at_rate(0.1, steps)
-status()
-lowest = {}
-for name, (steps, losses) in curves.items():
-    lowest[name] = min(losses)
-    print(f"{name}: lowest validation loss {lowest[name]:.2f}, {steps[-1]} steps done")
-arrives = lowest["100 steps of warm-up"] <= l06_runs.TARGET
-compare("comes to 2.3", warm_up_helps_it, arrives)
-plot.lines(
-    curves,
-    xlabel="step",
-    ylabel="validation loss",
-    title="GPT, batch 256 at a rate of 0.1, until the target",
-    reference={"target": l06_runs.TARGET},
-    upright={"full rate after 100 steps": 100},
-    alt="Without warm-up the loss stays above 2.4; with 100 steps it falls to 2.3",
+rows = l06_runs.shipped("gpt")
+good = sweep_table.good_rates(rows, l06_runs.TARGET, slack=1.1)
+middle = {batch: statistics.geometric_mean(rates) for batch, rates in good.items()}
+growth = middle[1024] / middle[4]
+compare("the rate grows by a factor of", growth_of_the_rate, growth, within=1.8)
+
+ways = sweep_table.to_loss(rows, l06_runs.TARGET)
+curve = sweep_table.fit_tradeoff([w.batch for w in ways], [w.steps for w in ways])
+batches = np.array(list(good))
+measured = np.array(list(middle.values()))
+for_sgd = 1 / (1 + curve.critical_batch / batches)
+for_adam = for_sgd**0.5
+rate_max = statistics.geometric_mean(measured / for_adam)
+factors = measured / (rate_max * for_adam)
+print(f"rate_max {rate_max:.4f}; measured over formula for AdamW:", factors.round(2))
+plot.rates_against_batch(
+    good,
+    {
+        "formula for AdamW": rate_max * for_adam,
+        "formula for SGD": rate_max * for_sgd,
+        "square root, from batch 4": middle[4] * (batches / 4) ** 0.5,
+        "linear rule, from batch 4": middle[4] * batches / 4,
+    },
+    title="Rates that are good for a batch",
+    alt="Good rates rise with the batch and level off, as the formula for AdamW says",
 )
 
 # %% [markdown]
-# The first steps decide. Adam's first step moves every weight by the full rate, whether its gradient is large or tiny.
-# At a rate of 0.1 a few such steps carry the model to a place from which it recovers slowly. With warm-up it comes to
-# the target in about as many steps as the best run of the sweep; its last 30 steps were at the full rate. So "the best
-# rate" is one for a given warm-up. Goyal et al. could use their linear rule up to batches of 8192 with a warm-up over
-# five epochs (their section 2.2).
+# The best step is as long as SGD's. So rate / √v is the rate of SGD, and √v takes away one root of the denominator:
+#
+#     rate(B) = rate_max / √(1 + B_noise / B)
+#
+# This has one free number, rate_max; B_noise is the critical batch from section 3. From 4 to 1024 it grows by a factor
+# of 3.4, and the sweep says 3.2. It explains both why the square root is right for small batches and why the frames in
+# the map of section 3 stop climbing. Up to 256 this sweep could not tell it from the square root. At 1024 the square
+# root is five times too high, and the linear rule 80 times.
+#
+# Where does it not fit? In the middle the good rates are up to 1.3 times as high, at both ends 0.8 times, each less
+# than a step of the sweep. That may be chance, or more. Li et al. 2024 (arXiv:2405.14578) replace Adam by the sign of
+# the gradient and keep the bends between weights: then the best rate rises with the square root, has a peak at a noise
+# scale, and falls. McCandlish et al. write a power between 0.5 and 1 in place of our root (appendix E.2). And in the
+# table of the ViT (section 1) the best rate falls from batch 4 to 16, where 20 steps are all there is. So a rule gives
+# a place to begin: `--optim.lr_rule square_root --optim.reference_batch 16` applies one. The sweep decides.
+#
+# And if only one of the two changes? The map says it. Batch 256 at 0.003, which is good for batch 4, needs 190 steps in
+# place of 121. Batch 4 at 0.017, which is good for batch 256, never comes to the target: its losses come to rest at
+# 2.4, as each step follows the noise of four samples too far.
+
+# %% [markdown]
+# ### A spike
+#
+# Two guards are usual at high rates. The first is **clipping**, which bounds the gradient of a step (lesson 05, section
+# 6). Does AdamW need it? It keeps two averages for each weight: m of its gradient, with β1 = 0.9, and v of the square,
+# with β2 = 0.999 in PyTorch. Each step adds a part 1 − β of what is new, and moves the weight by rate · m / √v.
+#
+# **Predict.** Once, a gradient is 1,000 times as long as all others. How many rates long is the step that follows?
+
+# %% tags=["predict"]
+spiked_step = 0.1 * 1000 / (0.001**0.5 * 1000)  # what it adds to m, and to √v
+
+# %%
+def lengths_of_steps(beta2, spike_at=5000, steps=5200):
+    """Lengths of AdamW's steps of one weight, in rates; one gradient is 1000."""
+    weight = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    adamw = torch.optim.AdamW([weight], lr=1, betas=(0.9, beta2), weight_decay=0)
+    drawn = torch.Generator().manual_seed(0)
+    signs = 2.0 * torch.randint(2, (steps, 1), generator=drawn) - 1
+    lengths = []
+    for step in range(steps):
+        weight.grad = signs[step].double() * (1000 if step == spike_at else 1)
+        before = weight.item()
+        adamw.step()
+        lengths.append(abs(weight.item() - before))
+    return lengths
+
+for beta2 in (0.95, 0.999):
+    lengths = lengths_of_steps(beta2)
+    usual = statistics.mean(lengths[4000:5000])
+    later = statistics.mean(lengths[5100:])
+    print(f"beta2 {beta2}: usually {usual:.2f} rates, {lengths[5000]:.2f} with the "
+          f"spike, {later:.3f} from 100 steps after it")
+compare("step with the spike, in rates", spiked_step, lengths[5000])
+
+# %% [markdown]
+# A spike moves a weight by at most (1 − β1) / √(1 − β2) rates: 3.2 with PyTorch's 0.999, and 0.45 with the 0.95 of our
+# recipe. So one step does little harm. What follows does: for some ten steps m points where the spike pointed, and for
+# as long as v remembers it, several times 1 / (1 − β2) steps, all other gradients of this weight count for next to
+# nothing. That is why our recipe, GPT-3 and DeepSeek-V3 clip the gradient at a norm of 1.0, though they use AdamW.
+
+# %% [markdown]
+# ### Warm-up
+#
+# The second guard is **warm-up**: the rate rises from nearly 0 over the first steps. A common reason is that Adam's
+# averages are still rough then. Those of our recipe reach back some 20 steps, as β2 is 0.95, and in all runs of the
+# sweep the rate rose over 20 steps.
+#
+# **Predict.** Batch 256 trains at a rate of 0.1, ten times a good one. When it begins at the full rate, it does not
+# come to a loss of 2.3 in 200 steps. Does it with a warm-up of 20 steps, `True` or `False`? With one of 100 steps?
+
+# %% tags=["predict"]
+comes_with_20 = False
+comes_with_100 = True
+
+# %%
+from labcode.config import TextData
+from labcode.data import text
+from labcode.models import gpt, layers
+from labcode.teach.progress import status
+
+
+def train_at(rank, schedules, seed=2):
+    """(Losses every 10 steps, size of a weight after 20) at the rates of a rank."""
+    if rank >= len(schedules):
+        return None
+    torch.set_num_threads(1)
+    splits = text.load(TextData(), 32)
+    model = layers.initialize(gpt.GPT(l06_runs.whole_model()), seed)
+    adamw = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    drawn = torch.Generator().manual_seed(seed)
+    held_out, held_out_targets = splits.val[np.arange(256)]
+    losses = []
+    for step, rate in enumerate(schedules[rank], 1):
+        adamw.param_groups[0]["lr"] = rate
+        picked = torch.randint(len(splits.train), (256,), generator=drawn).numpy()
+        inputs, targets = splits.train[picked]
+        gpt.loss(model(inputs), targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        adamw.zero_grad()
+        if step % 10 == 0:
+            with torch.no_grad():
+                losses.append(gpt.loss(model(held_out), held_out_targets).item())
+        if step == 20:
+            params = model.parameters()
+            matrices = [param.flatten() for param in params if param.dim() > 1]
+            size = torch.cat(matrices).square().mean().sqrt().item()
+    return losses, size
+
+# %% [markdown]
+# Four trainings run at once, one on each rank: without a warm-up, with one of 20 and one of 100 steps, and without one
+# at a third of the rate.
+
+# %%
+steps = np.arange(1, 201)
+schedules = {
+    "0.1 at once": np.full(200, 0.1),
+    "0.1 after 20 steps": 0.1 * np.minimum(1, steps / 20),
+    "0.1 after 100 steps": 0.1 * np.minimum(1, steps / 100),
+    "0.03 at once": np.full(200, 0.03),
+}
+status("training at four schedules")
+found = ranks.run(train_at, list(schedules.values()))
+status()
+curves = {}
+for name, (losses, size) in zip(schedules, found):
+    curves[name] = (steps[9::10], losses)
+    print(f"{name:20} lowest loss {min(losses):.2f}, weights after 20 steps {size:.2f}")
+TARGET = l06_runs.TARGET
+compare("20 steps", comes_with_20, min(curves["0.1 after 20 steps"][1]) <= TARGET)
+compare("100 steps", comes_with_100, min(curves["0.1 after 100 steps"][1]) <= TARGET)
+
+# %% tags=["figure"]
+plot.lines(
+    curves,
+    xlabel="step",
+    ylabel="validation loss, nats per character",
+    title="GPT, batch 256: four ways to begin",
+    reference={"target": TARGET},
+    alt="Only the run with 100 steps of warm-up comes well below the target of 2.3",
+)
+
+# %% [markdown]
+# A warm-up over 20 steps changes next to nothing, so rough averages are not the reason here. A third of the rate helps
+# more. But the rate is not simply too high: the run with 100 steps of warm-up is at 0.1 from step 100 on, and goes on
+# learning.
+#
+# One more run tells. It makes 20 steps at 0.1, and all others at 0.01, which is a good rate.
+#
+# **Predict.** After 200 steps, is it "better" or "worse" than the run that stays at 0.1?
+
+# %% tags=["predict"]
+than_staying = "worse"
+
+# %%
+gentle = {
+    "0.01 at once": np.full(200, 0.01),
+    "0.1 for 20 steps, then 0.01": np.where(steps <= 20, 0.1, 0.01),
+}
+status("training at two more schedules")
+found = ranks.run(train_at, list(gentle.values()))
+status()
+last = {"0.1 all the time": curves["0.1 at once"][1][-1]}
+for name, (losses, size) in zip(gentle, found):
+    last[name] = losses[-1]
+    print(f"{name:27} weights after 20 steps {size:.2f}")
+print("loss after 200 steps:", {name: round(loss, 2) for name, loss in last.items()})
+difference = last["0.1 for 20 steps, then 0.01"] - last["0.1 all the time"]
+verdict = "worse" if difference > 0 else "better"
+compare("than the one that stays", than_staying, verdict, options=("better", "worse"))
+
+# %% [markdown]
+# Twenty steps at too high a rate cost more than 180 good ones bring back. The printed sizes show a part of what has
+# happened. The weights begin at 0.02, and Adam moves each of them by about the rate in a step. After 20 steps at 0.1
+# they are 25 times as large. They hold what the first few batches happened to say, and small steps change such weights
+# little. A warm-up of 20 steps lets them grow too fast as well. In the one of 100 steps they are small at step 20, and
+# grow later, when gradients agree on where to go. (Seeds 1 to 4 say the same in both comparisons.)
+#
+# So what warm-up does here is not to wait for Adam's averages. It keeps the rate below what the model can bear at the
+# time, and that rises as the model learns: at step 100 the rate of 0.1 does no harm any more. Kalra and Barkeshli 2024
+# (arXiv:2406.09405) come to the same conclusion for SGD and Adam. What one gains from warm-up is that the model bears a
+# higher rate, as it has come to places where the loss bends less. Goyal et al. could use their linear rule up to
+# batches of 8192 with a warm-up over five epochs (their section 2.2). A "good rate" is one for a given warm-up.
 
 # %%
 print(l06_runs.gpt().optim)
@@ -663,15 +815,26 @@ overfits = {"data.val_fraction": 0.9995, "optim.lr": 1e-2, "train.steps": 600}
 check("6.6", diverges, overfits)
 
 # %% [markdown]
-# **Takeaway: over a batch 64 times as large the best rate has grown threefold, and it depends on the warm-up. No rule
-# replaces a sweep.**
+# Two things of this section are about more than the batch. The best rate depends on the **width** of a model, too: a
+# rate that was found on a narrow one is too high for a wide one. muP (Yang et al. 2022, arXiv:2203.03466) scales
+# initial weights and rates with the width so that the best rate carries over. And the noise scale belongs to an
+# **optimizer**: Adam's critical batch is much larger than that of SGD with momentum (Zhang et al. 2019,
+# arXiv:1907.04164). LAMB and LARS (`--optim.name lamb`) let each matrix move in proportion to its own length. Shampoo
+# (arXiv:1802.09568), SOAP (arXiv:2409.11321) and Muon (arXiv:2502.16982, `torch.optim.Muon`) treat the gradient of a
+# matrix as a whole, and Muon was found to use its samples well at batches far beyond AdamW's critical one (Shah et al.
+# 2025, arXiv:2505.02222).
+#
+# **Takeaway: up to the critical batch the best rate of AdamW grows with the square root of the batch, beyond it hardly
+# at all. A good rate is one for a given warm-up. A formula gives the place to begin, and a sweep decides.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Some hold "linear scaling" for a law. Show them the map: the framed cells hardly climb. In 6.6
-# clipping and Adam make divergence harder than people expect; that is worth a word.
+# *For the instructor.* Some hold "linear scaling" for a law. Show them the last figure but one: on these axes the linear
+# rule leaves the page. In the prediction of the rate people forget that v holds noise as well. The growth from 4 to
+# 1024 is 12 / 1.043 = 11.5 for SGD, and its root, 3.4, for AdamW. In 6.6 clipping and Adam make divergence harder than
+# people expect; that is worth a word.
 
 # %% [markdown]
-# ## 5. Fewer messages (core, 35 min)
+# ## 5. Fewer messages (core, 30 min)
 #
 # A larger batch sends fewer gradients for the same samples. There is another way: let each copy of the model make H
 # steps on its own samples, and average the **weights** after that. The picture shows both.
@@ -683,13 +846,10 @@ plot.local_steps(
 )
 
 # %% [markdown]
-# The weights have as many bytes as the gradients. **Predict**: with H = 10, what part of the bytes of data parallelism
-# does a step send on average?
-
-# %% tags=["predict"]
-part_of_the_bytes = 1 / 10
-
-# %% [markdown]
+# Above is what lesson 05 built: gradients travel during backward, and here the link is still busy after it. Weights can
+# only travel when the last of H steps is done, but they have as many bytes as the gradients, so that a step sends 1 / H
+# of the bytes on average.
+#
 # The plain average of the weights is **local SGD** (Stich 2018, arXiv:1805.09767). **DiLoCo** (Douillard et al. 2023,
 # arXiv:2311.08105) takes one step more. Let w be where all copies began. The difference to their average,
 #
@@ -750,18 +910,28 @@ show_source(OuterOptimizer.step)
 
 # %% [markdown]
 # Now four copies train the small GPT for 200 steps with 8 samples each. They meet after every step, after every H, or
-# never. DiLoCo has the paper's rate 0.7 and momentum 0.9; the gentle one has a momentum of 0.3. The inner optimizer is
-# AdamW in all of them, and each copy keeps its own averages. (So "each step" averages weights. It is close to data
-# parallelism, which averages gradients, but not the same.)
+# never. DiLoCo has the paper's outer rate of 0.7 and momentum of 0.9. The inner optimizer is AdamW in all of them, and
+# each copy keeps its own averages. (So "each step" averages weights. It is close to data parallelism, which averages
+# gradients, but not the same.)
+#
+# How far does an outer step go? If the outer gradient is the same g again and again, v comes to rest at g / (1 − μ),
+# and a step at η (g + μ v) = η g / (1 − μ). With the paper's values that is 7 times as far as the copies went on
+# average.
+#
+# **Predict.** All copies train with an inner rate of 0.01, which section 4 found good. Is DiLoCo at H = 10 "better" or
+# "worse" than local SGD at H = 10?
+
+# %% tags=["predict"]
+diloco_is = "worse"  # 7 times 0.01 is far above a good rate
 
 # %%
-def train_apart(rank, every, lr, momentum, steps=200):
+def train_apart(rank, every, outer_lr, momentum, inner_lr, steps=200):
     """(validation loss, bytes sent) of copies that meet after every so many steps."""
     torch.set_num_threads(1)
     model = layers.initialize(gpt.GPT(l06_runs.whole_model()), 0)
     splits = text.load(TextData(), 32)
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    outer = OuterOptimizer(model.parameters(), dist.group.WORLD, lr, momentum)
+    inner = torch.optim.AdamW(model.parameters(), lr=inner_lr)
+    outer = OuterOptimizer(model.parameters(), dist.group.WORLD, outer_lr, momentum)
     drawn = torch.Generator().manual_seed(rank)
     sent_bytes = 0
     for step in range(1, steps + 1):
@@ -778,41 +948,43 @@ def train_apart(rank, every, lr, momentum, steps=200):
         return gpt.loss(model(inputs), targets).item(), sent_bytes
 
 ways_to_meet = {
-    "each step": (1, 1.0, 0.0),
-    "local SGD, H = 10": (10, 1.0, 0.0),
-    "DiLoCo, H = 10": (10, 0.7, 0.9),
-    "gentle DiLoCo, H = 10": (10, 0.7, 0.3),
-    "local SGD, H = 50": (50, 1.0, 0.0),
-    "never": (1000, 1.0, 0.0),
+    "each step": (1, 1.0, 0.0, 0.01),
+    "local SGD, H = 10": (10, 1.0, 0.0, 0.01),
+    "DiLoCo, H = 10": (10, 0.7, 0.9, 0.01),
+    "the same, inner rate 0.003": (10, 0.7, 0.9, 0.003),
+    "local SGD, H = 50": (50, 1.0, 0.0, 0.01),
+    "never": (1000, 1.0, 0.0, 0.01),
 }
 apart = {}
 for name, way in ways_to_meet.items():
     status(f"training: {name}")
     apart[name] = ranks.run(train_apart, *way)[0]
 status()
+losses = {name: loss for name, (loss, _) in apart.items()}
+difference = losses["DiLoCo, H = 10"] - losses["local SGD, H = 10"]
+verdict = "worse" if difference > 0 else "better"
+compare("DiLoCo, inner rate 0.01", diloco_is, verdict, options=("better", "worse"))
 
 # %% tags=["figure"]
-every_bytes = apart["each step"][1]
-ten_bytes = apart["DiLoCo, H = 10"][1]
-compare("part of the bytes", part_of_the_bytes, ten_bytes / every_bytes, within=1,
-        found="counted")
+sent = apart["DiLoCo, H = 10"][1] / apart["each step"][1]
+print(f"H = 10 sends {sent:.2f} of the bytes")
 plot.bars(
-    {name: loss for name, (loss, _) in apart.items()},
-    ylabel="validation loss",
+    losses,
+    ylabel="validation loss, nats per character",
     title="Four copies, 200 steps of 8 samples each",
-    alt="Local SGD is close to meeting at each step; DiLoCo with momentum 0.9 is worse",
+    alt="Local SGD is close to meeting at each step, and so is DiLoCo at a lower rate",
 )
 
 # %% [markdown]
 # With a tenth of the messages, local SGD loses a little, and it still helps to meet every 50 steps. The numbers differ
-# from seed to seed, and so does the order of neighbouring bars.
+# from seed to seed, and so does the order of neighbouring bars. DiLoCo at the inner rate of the others does worse than
+# copies that never meet, and at a third of that rate it is among them: what counts is how far the common weights go.
 #
-# DiLoCo with the paper's values does badly **here**, worse even than copies that never meet. If the outer gradients
-# point the same way again and again, momentum multiplies their sum by 1 / (1 - μ). So η / (1 - μ) says how far the
-# common weights go, measured by the average of the copies: 0.7 / 0.1 = 7 times as far with the paper's values, and 0.7
-# / 0.7 = 1 with the gentle ones, which is why these do as well as local SGD. In 200 steps there are only 20 outer ones,
-# all of them early, where the loss falls fast and the direction changes. The paper makes hundreds of inner steps
-# between two outer ones, and begins with a model that is trained already. Do not take over a setting without a sweep.
+# The paper has H = 500, so that an outer gradient is the sum of 500 steps. There an outer rate of 0.7 with a momentum
+# of 0.9 was the best that was tried. Eight copies learned as well as synchronous training on as many samples, with 500
+# times fewer messages, and it hardly mattered whether they began with a trained model or from scratch (its figure 3).
+# With larger models DiLoCo compares better still (Charles et al. 2025, arXiv:2503.09799). A setting belongs to its H,
+# its rates and its model. Do not take one over without a sweep.
 #
 # What is it worth in time? On a fast network, nothing. So we emulate a slow one, as in lesson 05, section 4: a link
 # between two cities, with α = 5 ms and 5 MB/s. A ring on four ranks needs 6 α + 1.5 n/β for an all-reduce of n bytes
@@ -824,8 +996,8 @@ link_s = 6 * 5e-3 + 1.5 * slow_link.weight_bytes() / 5e6
 print(f"{1e3 * link_s:.0f} ms")
 
 # %% [markdown]
-# The race has three runners: data parallelism, and DiLoCo with H = 5 and H = 20, both with an outer rate of 0.7 and a
-# momentum of 0.5. Each rank takes 4 samples a step. They make 40, 120 and 180 steps.
+# The race has three runners: data parallelism, and local SGD with H = 5 and H = 20. Each rank takes 4 samples a step.
+# They make 40, 160 and 340 steps, which takes them about as long.
 
 # %% tags=["figure"]
 status("training over a slow link")
@@ -834,16 +1006,23 @@ status()
 plot.loss_against_cost(
     curves,
     title="Four ranks over a link between two cities",
-    alt="In the same time and with fewer bytes DiLoCo reaches a lower loss",
+    alt="In the same time and with fewer bytes local SGD reaches a lower loss",
 )
 
+# %%
+for steps in (40, 160):
+    for name, curve in curves.items():
+        if steps in curve.steps:
+            loss = curve.losses[curve.steps.index(steps)]
+            print(f"after {steps:3} steps: {loss:.2f} nats per character, {name}")
+
 # %% [markdown]
-# DiLoCo learns more in the same seconds, because it computes while data parallelism waits. On the right it needs a
-# fraction of the bytes for the same loss. Beware of one thing: in the bars above all ways made the same number of
-# **steps**, and there meeting at each step was the best.
+# In the same seconds local SGD learns more, because it computes while data parallelism waits. Grey is where all three
+# still run. On the right it needs a fraction of the bytes for the same loss. The printed lines compare equal numbers of
+# **steps**, and there it is the other way round: whoever meets more often has the lower loss.
 #
-# **Takeaway: copies that meet every H steps send 1/H of the bytes. Step for step they lose something by it; on a slow
-# link they make so many more steps that they win.**
+# **Takeaway: copies that meet every H steps send 1/H of the bytes. After equally many steps they are a little behind;
+# on a slow link they make so many more steps that they win.**
 
 # %%
 ranks.close()
@@ -859,6 +1038,7 @@ ranks.close()
 # |---|---|
 # | the noise scale on 8 GPUs | `torchrun --nproc-per-node=8 -m labcode.train gpt_10m --train.noise_scale` |
 # | a rule for the rate | add `--optim.lr_rule square_root --optim.reference_batch 64` |
+# | 4 nodes of 4 GPUs, 16 samples on each GPU | `python -m labcode.slurm submit gpt_10m --site my.yaml --nodes 4 --train.global_batch 256 --optim.lr_rule square_root --optim.reference_batch 64`; the same with 1 node and batch 64, and with 16 nodes and batch 1024, with steps for the same number of samples |
 # | LAMB | add `--optim.name lamb` (with `labcode[optimizers]`) |
 # | a sweep on one GPU, a run at a time | `python -m labcode.train.sweep gpt_10m --sweep.batch 32,64,128 --sweep.lr 1e-3,3e-3,1e-2 --sweep.samples 64000` |
 # | inside a SLURM job | `srun --ntasks=1 python -m labcode.train.sweep ...`, submitted again to resume |
@@ -877,7 +1057,8 @@ ranks.close()
 #
 # <details><summary>Answer</summary>
 #
-# The best rate for each batch. The comparison mixes two effects.
+# The best rate for each batch. The comparison mixes two effects. Shallue et al. 2018 (arXiv:1811.03600) tuned each
+# batch by itself in 168,160 trainings, and found no evidence that large batches generalize worse.
 # </details>
 #
 # **3.** Why is the noise scale measured before clipping?
@@ -902,18 +1083,23 @@ ranks.close()
 # |---|---|---|
 # | speed | B / (t0 + t1 B) samples per second | metrics `samples_per_s` |
 # | noise | E abs(G_B)² = abs(G)² + tr Σ / B | `train.noise_scale.estimate` |
-# | noise scale | tr Σ / abs(G)², smoothed first, divided last | `--train.noise_scale` |
+# | noise scale | B_simple = tr Σ / abs(G)², smoothed first, divided last | `--train.noise_scale` |
 # | critical batch | S = S_min + E_min / B, B_crit = E_min / S_min | `train.sweep_table.fit_tradeoff` |
-# | rate and batch | grows slowly with AdamW: sweep it | `--optim.lr_rule`, `train.sweep` |
+# | rate and batch | SGD: rate_max / (1 + B_noise / B); AdamW: the root of that denominator | `--optim.lr_rule`, `train.sweep` |
+# | a spike and AdamW | a step of (1 − β1) / √(1 − β2) rates, then short ones for long: clip | `--optim.clip_norm` |
+# | warm-up | the rate that a model bears rises as it learns | `--optim.warmup_steps` |
 # | rare messages | 1 / H of the bytes, outer Nesterov | `parallel.local.OuterOptimizer` |
 #
 # ## Sources
 #
-# - McCandlish et al. 2018, *An Empirical Model of Large-Batch Training*, arXiv:1812.06162: noise scale (section 2.2,
-#   appendix A.1), the curve of steps and samples (equation 2.11).
+# - McCandlish et al. 2018, *An Empirical Model of Large-Batch Training*, arXiv:1812.06162: gain and rate of a step, noise
+#   scale (section 2.2, appendices A.1, C and E.2), the curve of steps and samples (equation 2.11).
+# - Kaplan et al. 2020, arXiv:2001.08361; Zhang et al. 2024, *How Does Critical Batch Size Scale in Pre-training?*,
+#   arXiv:2410.21676; Merrill et al. 2025, *Critical Batch Size Revisited*, arXiv:2505.23971.
 # - Goyal et al. 2017, *Accurate, Large Minibatch SGD*, arXiv:1706.02677: the linear rule, and warm-up.
 # - Malladi et al. 2022, *On the SDEs and Scaling Rules for Adaptive Gradient Algorithms*, arXiv:2205.10287: the square
-#   root.
+#   root; Li et al. 2024, *Surge Phenomenon in Optimal Learning Rate and Batch Size Scaling*, arXiv:2405.14578.
+# - Kalra and Barkeshli 2024, *Why Warmup the Learning Rate?*, arXiv:2406.09405.
 # - You et al. 2019, *Large Batch Optimization for Deep Learning*, arXiv:1904.00962: LAMB.
 # - Stich 2018, *Local SGD Converges Fast and Communicates Little*, arXiv:1805.09767.
-# - Douillard et al. 2023, *DiLoCo*, arXiv:2311.08105.
+# - Douillard et al. 2023, *DiLoCo*, arXiv:2311.08105; Charles et al. 2025, *Scaling Laws for DiLoCo*, arXiv:2503.09799.

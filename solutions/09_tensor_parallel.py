@@ -29,7 +29,7 @@
 # **Time**: 140 minutes, and 45 more for what is optional. Good places for a break are after section 2 and after section
 # 4.
 #
-# **Needs**: lesson 01 (sections 2 and 3), lesson 04 (section 1), lesson 08 (sections 2 and 3).
+# **Needs**: lesson 01 (sections 2 and 3), lesson 04 (section 1), lesson 08 (sections 2, 3 and 5).
 
 # %%
 import math
@@ -634,9 +634,9 @@ compare("bytes", bytes_in_all, counted_bytes, within=1, unit="B", found="counted
 # $$\frac{T_{comm}}{T_{comp}} = \frac{4 \cdot 2\frac{p-1}{p} \cdot 2H / \beta}{72 H^2 / (p\,\Phi)}
 # = \frac{2\,(p-1)\,\Phi}{9\,H\,\beta}.$$
 #
-# There is the factor p - 1 of lesson 08, section 5, again. For Φ we take 692 TFLOP/s, 70 % of an H100's peak, which is
-# what a linear layer reached in lesson 03, section 1, while nothing was waited for. (The 40 % of lesson 08 are a share
-# that whole training runs reach, with all their waiting.) For example, with H = 4096 and p = 8 on NVLink, on which
+# There is the factor p - 1 of lesson 08, section 6, again. For Φ we take 692 TFLOP/s, 70 % of an H100's peak, which is
+# what a linear layer reached in lesson 03, section 1, while nothing was waited for. (Whole training runs reach
+# some 40 % of the peak, with all their waiting.) For example, with H = 4096 and p = 8 on NVLink, on which
 # collectives reach β = 365 GB/s, the ratio is 2 · 7 · 692e12 / (9 · 4096 · 365e9) = 0.72. (These numbers are those of
 # labcode's table of clusters, with their sources: `labcode/perf/hardware_data`.)
 #
@@ -687,12 +687,12 @@ plot.lines(
 # On NVLink the ratio stays below one up to the 8 GPUs of a node, with a node for each rank it reaches one with few
 # ranks. It falls with H, so wide models can be cut further.
 #
-# What of p = 16 on two **full** nodes? Then eight adapters of each node carry the sum together, 400 GB/s, which is no
-# less than NVLink: the ratio goes on as inside a node, to 1.5 at H = 4096 and 0.5 at H = 12288. So it is not the bytes
-# alone that keep tp inside the node. An all-reduce over the network also has the network's latency, four times in each
-# layer, and while it travels the rank waits. What travels by the same adapters for the other axes, such as gradients,
-# can hide behind computing. And where NVLink connects more than 8 GPUs, as it does 72 in a GB200 NVL72, the node of this
-# rule is that large.
+# What of p = 16 on two **full** nodes? Then eight adapters of each node carry the sum together (lesson 08, section 5),
+# 400 GB/s, which is no less than NVLink: the ratio goes on as inside a node, to 1.5 at H = 4096 and 0.5 at H = 12288.
+# So it is not the bytes alone that keep tp inside the node. An all-reduce over the network also has the network's
+# latency, four times in each layer, and while it travels the rank waits. What travels by the same adapters for the
+# other axes, such as gradients, can hide behind computing. And where NVLink connects more than 8 GPUs, as it does 72 in
+# a GB200 NVL72, the node of this rule is that large.
 #
 # **Takeaway: four all-reduces of B·S·H numbers in each layer, and the computing waits for most of them. Tensor
 # parallelism stays inside the node.**

@@ -14,18 +14,18 @@
 # # 11 · Context parallel: the ring
 #
 # Some sequences are too long for one GPU, even one at a time: whole books, videos, the weather of a month. Then the
-# sequence itself is cut, and each rank holds a part of the tokens from the first layer to the loss. In all of the
-# network only attention looks at other tokens, and in this lesson you write an attention that does so without ever
-# having the whole sequence in one place: the **ring**.
+# sequence itself is cut, and each rank holds a part of the tokens from the first layer to the loss. Attention is the
+# only layer that looks at other tokens, and in this lesson you write an attention that does so without ever having the
+# whole sequence in one place: the **ring**.
 #
 # ## Goals
 #
 # - merge attention over two blocks of keys, exactly;
-# - write ring attention with sends and receives, forward and backward, and predict its bytes;
-# - deal out a sequence such that all ranks have the same work under a causal mask;
+# - write ring attention with sends and receives, forward and backward, predict its bytes, and say when they hide;
+# - share out a sequence so that every rank has the same work, under a causal mask and with packed documents;
 # - choose between ring, gather and all-to-all, and between context and tensor parallelism.
 #
-# **Time**: 195 minutes, and 15 more for what is optional. Sections 1 to 3 are the ring forward, 4 and 5 its backward
+# **Time**: 190 minutes, and 15 more for what is optional. Sections 1 to 3 are the ring forward, 4 and 5 its backward
 # and its balance, and the rest compares it with the other ways and with tensor parallelism. Good places for a break are
 # after section 3 and after section 5.
 #
@@ -47,9 +47,9 @@ ranks = Ranks(4, timeout_s=10)
 # %% [markdown]
 # ## 1. When one sequence is too long (core, 10 min)
 #
-# Take a GPT of 7 billion parameters and one sequence of 131072 tokens, in 16-bit numbers. Tensor parallelism with
-# sequence parallelism fills a node of 8 GPUs. The formulas of lesson 10 (sections 2 and 4) say what each GPU keeps for
-# backward.
+# Take a GPT of 7 billion parameters and one sequence of 131072 tokens, in 16-bit numbers. The formulas of lesson 10
+# (sections 2 and 4) say what is kept for backward: by a single GPU, and by each GPU of a node of 8 with tensor
+# parallelism and sequence parallelism.
 
 # %% tags=["nbval-check-output"]
 from labcode.perf import memory
@@ -64,47 +64,41 @@ def activation_bytes(shape):
     return sum(terms.values())
 
 long = l11.LONG
-tp_8_bytes = activation_bytes(GridShape(tp=8))
 print(f"{long.num_layers} layers, hidden size {long.hidden_size}", end=", ")
 print(f"{long.num_heads} heads, {long.num_parameters / 1e9:.1f} billion parameters")
-print(f"tp = 8: {si(tp_8_bytes, 'B')} of activations on each GPU")
+print("activations of one GPU: ", si(activation_bytes(GridShape()), "B"))
+print("tp = 8: of each GPU:    ", si(activation_bytes(GridShape(tp=8)), "B"))
 
 # %% [markdown]
 # An H100 has 80 GB, and weights, gradients and optimizer want their part of it: 16 bytes for each parameter (lesson 04,
 # section 6), which tensor parallelism cuts by 8. More tensor parallelism would leave the node, and the links between
-# nodes are nine times slower (lesson 08, section 4). And it sends in every layer.
+# nodes have a seventh of the rate (lesson 08, section 4). And it sends in every layer.
 #
 # **Context parallelism** (cp) is another axis of the grid. Each of p ranks holds S/p of the tokens, everywhere: in the
 # embedding, in every norm, in every product, in the loss. Nothing is gathered for a product with a weight, because it
-# treats each token by itself. All weights are the same on the ranks of cp, and their gradients are summed over cp, as
-# they are summed over data parallel ranks.
+# treats each token by itself. All weights are the same on the ranks of cp, since every rank draws them from the same
+# seed. Their gradients are summed over cp, as they are summed over data parallel ranks; one all-reduce over both axes
+# does that.
 #
-# **Predict.** Suppose that on a GPU of 40 GB weights, gradients, optimizer and activations may take 30 GB together, and
-# that tp stays at 8. How large must cp be at least, as a power of two?
+# **Predict.** Suppose that weights, gradients, optimizer and activations may take 60 GB of a GPU, and that tp stays at
+# 8. How large must cp be at least, as a power of two?
 
 # %% tags=["predict"]
-smallest_cp = 8  # 16 * 7.2 / 8 = 14.4 GB stay whole, so 72.4 GB / cp may be 15.6 GB
+smallest_cp = 2  # 16 * 7.2 / 8 = 14.4 GB stay whole, so 72.4 GB / cp may be 45.6 GB
 
 # %% tags=["nbval-check-output"]
-def in_use_bytes(shape):
-    """Weights with gradients and optimizer, and activations."""
-    weight_bytes = 16 * long.num_parameters / shape.tp
-    return weight_bytes + activation_bytes(shape)
-
-fitting = []
-for cp in (1, 2, 4, 8, 16):
-    used_bytes = in_use_bytes(GridShape(tp=8, cp=cp))
-    print(f"tp = 8, cp = {cp:2}: {si(used_bytes, 'B')} in use")
-    if used_bytes <= 30e9:
-        fitting.append(cp)
-compare("smallest cp", smallest_cp, fitting[0], within=1, found="computed")
+smallest = 1
+weight_bytes = 16 * long.num_parameters / 8
+while weight_bytes + activation_bytes(GridShape(tp=8, cp=smallest)) > 60e9:
+    smallest *= 2
+compare("smallest cp", smallest_cp, smallest, within=1, found="computed")
 
 # %% [markdown]
-# With tp = 8 alone this does not fit into 80 GB either. cp divides the activations and nothing else: however large it
-# is, the 14.4 GB of the weights stay.
+# cp divides the activations and nothing else: however large it is, the 14.4 GB of the weights stay. (Section 8 cuts
+# them in another way.)
 #
-# There is one operation that needs other tokens, and that is attention: each query looks at the keys and values of its
-# own token and of all before it. There are three ways to bring them together:
+# In attention each query looks at the keys and values of its own token and of all before it. There are three ways to
+# bring them together:
 #
 # - **gather**: every rank collects the keys and values of the whole sequence;
 # - **ring**: keys and values travel from rank to rank, and each rank looks at the part that is there;
@@ -113,11 +107,11 @@ compare("smallest cp", smallest_cp, fitting[0], within=1, found="computed")
 # The gather is simple, but its keys and values are not cut by p. The ring is the subject of this lesson, and the
 # all-to-all stands beside it at the end.
 #
-# **Takeaway: context parallelism cuts the activations by p. Of all layers only attention has to communicate, and the
-# gradients of the weights are summed at the end.**
+# **Takeaway: context parallelism cuts the activations by p. Attention alone has to communicate, and the gradients of
+# the weights are summed at the end.**
 
 # %% [markdown]
-# ## 2. Attention in blocks (core, 25 min)
+# ## 2. Attention in blocks (core, 20 min)
 #
 # If the keys and values pass by in parts, can we compute attention part by part? The trouble is the softmax: its
 # denominator is a sum over **all** keys. Look at one query. With the scores s_j over a block of keys,
@@ -163,24 +157,8 @@ compare("output, all three keys", output_of_both, out, within=1.01, found="compu
 compare("lse, all three keys", lse_of_both, lse, within=1.02, found="computed")
 
 # %% [markdown]
-# PyTorch's `F.scaled_dot_product_attention` returns the output alone. The kernel below it has to know the lse too, for
-# its backward, and returns both. On the CPU it has this long name, and its inputs are [B, N, S, D]:
-
-# %% tags=["nbval-check-output"]
-import torch.nn.functional as F
-
-draw = torch.Generator().manual_seed(1)
-q, k, v = torch.randn(3, 1, 2, 6, 8, generator=draw, dtype=torch.float64)
-out, lse = attend(q, k, v, causal=True)
-fused = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-flash_out, flash_lse = flash(q, k, v, is_causal=True)
-print("F.scaled_dot_product_attention:", torch.allclose(fused, out))
-print("its kernel: output", torch.allclose(flash_out, out), end=", ")
-print("lse", torch.allclose(flash_lse, lse))
-
-# %% [markdown]
-# (The underscore says that this function may change. The public way to the lse is PyTorch's `flex_attention`.)
+# PyTorch's `F.scaled_dot_product_attention` returns the output alone. The kernels below it know the lse too, because
+# their backward needs it, and `flex_attention` gives it to those who ask (`return_aux=AuxRequest(lse=True)`).
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 11.1 · Online softmax
@@ -214,19 +192,14 @@ check("11.1", my_merge)
 # why the ring may start anywhere.)
 
 # %% [markdown]
-# labcode's merge works in place, and with a sigmoid in place of two exponentials. With a and b for the two lse, the
-# share of block B is e^b / (e^a + e^b) = 1 / (1 + e^(a - b)), which is the sigmoid of b - a. `lerp_` then moves `out`
-# by this share towards `out_b`.
-
-# %%
-show_source(attention_block.merge)
-
-# %% [markdown]
+# labcode's `attention_block.merge` does the same in place. With a and b for the two lse, the share of block B is e^b /
+# (e^a + e^b), which is the sigmoid of b - a, and a sigmoid does not overflow.
+#
 # **Takeaway: attention over a block of keys is its output and its lse. With both, blocks can be merged exactly, in any
 # order.**
 
 # %% [markdown]
-# ## 3. The ring, forward (core, 40 min)
+# ## 3. The ring, forward (core, 45 min)
 #
 # Each of p ranks has its queries, keys and values: a piece of S/p tokens, in the order of the ranks. This layout of the
 # sequence is called **contiguous**. In step 0 each rank computes attention over its own keys. Then every rank passes
@@ -284,9 +257,8 @@ compare("parts for rank 2", parts_looked_at, looked_at, within=1, found="simulat
 # for merging your own function of exercise 11.1 if it is done, or `attention_block.merge(out, lse, out_b, lse_b)`,
 # which changes its first two arguments and returns nothing.
 #
-# The check compares with one process in float64. It also looks at the messages: somebody has waited for each, a rank
-# sends p - 1 parts of K and V, all to one neighbour, and there are never more than two parts in memory that have
-# arrived. About 20 lines.
+# The check compares with one process in float64. It also looks at the messages. Every message is waited for; a rank
+# sends p - 1 parts, all to one neighbour; at most two received parts are in memory. About 20 lines.
 
 # %% tags=["exercise", "by-hand"]
 from labcode.teach.labs.l11_by_hand import attend
@@ -332,32 +304,69 @@ check("11.2", ring_forward, ranks)
 # (From the moment this one is here: receive step + 1 while computing step. That is what labcode does.)
 
 # %% [markdown]
-# Here is labcode's version. (Look for `_travel` and `merge`; the rest is about dtypes and other layouts.) `_travel`
-# yields one part after the other, and starts to pass a part on **before** it yields it, so that it travels while the
-# caller computes. And `plan.blocks` says what to compute with each source's keys; section 5 explains why that is more
-# than `half`, `all` and `none`.
+# labcode's ring differs from the solution of the exercise in one point. Its function `_travel` gives one part after the
+# other to a loop that computes, and it starts to pass a part on **before** it gives it away (`yield`). So the part
+# travels while the loop computes with it, and the next one arrives meanwhile.
 
 # %%
 from labcode.parallel import context
 
 show_source(context._travel)
-show_source(context._Ring.forward)
 
 # %% [markdown]
-# Can a message hide behind the computing? A part of T = S/p tokens with h features takes 4 T h bytes in 16-bit numbers,
-# keys and values together. The scores of a full block (`all` in the picture) and their product with the values take 4
-# T² h operations. That makes T operations for each byte that is sent, however wide the model is. A GPU that does 400 ·
-# 10¹² operations per second, on a link of 50 · 10⁹ bytes per second, therefore needs parts of 8000 tokens to compute
-# for as long as it sends. If several query heads share a key head (lesson 09, section 3), fewer bytes travel, and fewer
-# tokens are enough. In the layout of section 5 each block is only half of a full one, so the parts must have 16000
-# tokens. (Backward sends K, V and the sums of their gradients, and computes 2.5 times as much as forward: five products
-# for each block where forward has two.)
+# ### When does a message hide?
+#
+# Let us watch both ways on an emulated link, as in lesson 05, section 4. Four real ranks pass real parts round, but
+# each block of attention counts as 20 ms of computing and each message as 15 ms on the link, and whoever has to wait
+# sleeps. The figure shows rank 3, which has a block to compute in every step.
+
+# %%
+from labcode.teach.labs import l11_slow_ring as slow_ring
+
+waiting = slow_ring.forward(ranks, overlapped=False, block_ms=20, message_ms=15)
+overlapped = slow_ring.forward(ranks, overlapped=True, block_ms=20, message_ms=15)
+
+# %% tags=["figure"]
+slow_ring.draw(
+    waiting, overlapped, title="Sent before the block, a message hides behind it"
+)
+
+# %% [markdown]
+# The ring that waits does one thing after the other: 4 blocks and 3 messages, 4 · 20 + 3 · 15 = 125 ms. In labcode's
+# ring each message of 15 ms is over before the block of 20 ms is, and only the blocks count: 4 · 20 = 80 ms.
+#
+# **Predict.** Now the link is slower and needs 30 ms for a message. How long does each of the two take?
+
+# %% tags=["predict"]
+waiting_ms = 4 * 20 + 3 * 30
+overlapped_ms = 3 * 30 + 20  # the last block has no message beside it
+
+# %%
+waiting = slow_ring.forward(ranks, overlapped=False, block_ms=20, message_ms=30)
+overlapped = slow_ring.forward(ranks, overlapped=True, block_ms=20, message_ms=30)
+found_ms = slow_ring.total_ms(waiting)
+compare("it waits", waiting_ms, found_ms, unit="ms", within=1.2)
+found_ms = slow_ring.total_ms(overlapped)
+compare("it overlaps", overlapped_ms, found_ms, unit="ms", within=1.2)
+
+# %% [markdown]
+# With overlap a step takes as long as the longer of its block and its message. (If you like, write your ring in this
+# way and run the check of exercise 11.2 again. It accepts both.) So a message costs nothing as long as the block is the
+# longer one. When is it? A part of T = S/p tokens with h features takes 4 T h bytes in 16-bit numbers, keys and values
+# together. The scores of a full block (`all` in the picture) and their product with the values take 4 T² h operations.
+# That makes T operations for each byte that is sent, however wide the model is. On a GPU that does Φ operations per
+# second in its attention kernel, and a link of β bytes per second, a message of forward hides from
+#
+# $$T \;\ge\; \frac{\Phi}{\beta}$$
+#
+# tokens on. If g query heads share a key head (lesson 09, section 3), K and V have 4 T h/g bytes, and Φ/(g β) tokens
+# are enough. Sections 4 and 5 add a factor each, and section 8 puts in the numbers of a GPU.
 #
 # **Takeaway: in the ring a rank holds, besides its own, at most two parts of K and V at a time, sends p - 1 of them,
-# and gets the result of one process. The messages hide behind computing if the parts are long enough.**
+# and gets the result of one process. A message hides behind a block if the parts have at least Φ/(g β) tokens.**
 
 # %% [markdown]
-# ## 4. The ring, backward (core, 40 min)
+# ## 4. The ring, backward (core, 35 min)
 #
 # If we left backward to autograd, forward would have to keep every part of K and V that came by: the whole sequence. So
 # backward is written by hand as well. It needs the formulas of attention's backward, which are those of FlashAttention
@@ -434,7 +443,8 @@ plot.ring_gradients(
 
 # %% [markdown]
 # In the picture, d0 is the sum of dK and dV for the keys of rank 0. The filled places say whose terms are in it after
-# the work of the step. In step 3, the sum d0 is on rank 3 and has everything. One more message brings it home.
+# the work of the step, and the hatched ones belong to ranks that do not see these keys. In step 3, the sum d0 is on
+# rank 3 and has everything. One more message brings it home.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 11.3 · The gradients come home
@@ -479,44 +489,47 @@ check("11.3", ring_backward, ranks)
 # *For the instructor.* Most of the time goes to the exercise. The hop that is forgotten is the last one: dq is right,
 # dK and dV are complete but those of the neighbour, and the check says so. Some compute out and lse anew for each block
 # and use those: then P is the block's own softmax. Ask the room why the sums are kept in float32 where K and V are in
-# 16 bits. (They collect p terms one after the other; that makes their messages twice as long.)
+# 16 bits. (They collect p terms one after the other.)
 
 # %% [markdown]
 # labcode saves one message. A rank's own term needs no journey: it stays at home, and the sum that travels is begun by
-# the **next** rank. It then follows its keys one step behind, for p - 1 hops in place of the p hops of the picture. The
-# docstring of its backward says where everything is in each step.
-
-# %%
-import inspect
-
-from labcode.parallel import context
-
-print(inspect.getdoc(context._Ring.backward))
-
-# %% [markdown]
-# Let *kv* be the bytes of one rank's K and V together. In forward each part makes p - 1 hops. In backward it goes round
-# once more, and in labcode's version the sums of its gradients make p - 1 hops as well. Here, where everything is in
-# float64, they are as large as K and V. In 16-bit training they are twice as large, because labcode keeps sums in 32
-# bits.
+# the **next** rank. It then follows its keys one step behind, for p - 1 hops in place of the p hops of the picture.
 #
-# **Predict.** Take B = 1 sample, N = 4 heads, S = 1024 tokens on p = 4 ranks, D = 32 features in a head, and 8 bytes
-# for a number. How many bytes does a rank send in forward and backward together?
+# Let *kv* be the bytes of one rank's K and V together, in 16-bit numbers. In forward each part makes p - 1 hops. In
+# backward K and V go round once more, and the sums of their gradients after them. The sums collect p terms, one after
+# the other, so labcode keeps and sends them in 32 bits, as PyTorch's ring does. And backward computes 2.5 times as much
+# as forward: five products for each block, where forward has two.
+#
+# **Predict.** Take B = 1 sample, N = 4 heads, S = 1024 tokens on p = 4 ranks, D = 32 features in a head, and 16-bit
+# numbers. How many bytes does a rank send in forward and backward together? And how many times as long as for forward
+# must a part be, so that the messages of backward hide behind its blocks too?
 
 # %% tags=["predict"]
-ring_bytes = (3 + 3 + 3) * (2 * 1 * 4 * (1024 // 4) * 32 * 8)
+ring_bytes = (3 + 3 + 2 * 3) * (2 * 1 * 4 * (1024 // 4) * 32 * 2)
+times_as_long = (3 + 2 * 3) / 3 / 2.5
 
 # %% [markdown]
-# The next cell sets attention on the ring beside that of one process. `core` is the attention of one process, and says
-# whether there is a causal mask. `layout` says which tokens a rank holds; so far we know one, contiguous. `take_own`
-# cuts this rank's tokens out of a whole tensor. `saved_bytes` counts what autograd keeps (lesson 10, section 2), and
-# `counted` writes down each message and collective that this process starts.
+# The next cells compare the ring with one process, in float64, and count its bytes in bfloat16. `core` is the attention
+# of one process, and says whether there is a causal mask. `layout` says which tokens a rank holds; so far we know one,
+# contiguous. `take_own` cuts this rank's tokens out of a whole tensor. `saved_bytes` counts what autograd keeps (lesson
+# 10, section 2), and `counted` writes down each message and collective that this process starts.
 
 # %% tags=["by-hand"]
+from typing import NamedTuple
+
 from labcode.comm.counting import counted
 from labcode.parallel.context import take_own
 from labcode.perf import alpha_beta
 from labcode.perf.saved_bytes import saved_bytes
 
+
+class Beside(NamedTuple):
+    """An attention over ranks beside that of one process."""
+
+    off: float  # largest difference of output and gradients
+    forward_bytes: float  # sent
+    backward_bytes: float
+    kept_bytes: int
 
 def wire_bytes(calls):
     """Bytes that a rank sends; a collective counts as on a ring."""
@@ -526,53 +539,78 @@ def wire_bytes(calls):
             sent += alpha_beta.bytes_sent(call.kind, call.group_size, call.num_bytes)
     return sent
 
-def beside_one_process(rank, attention, layout, query_heads=4):
-    """(largest difference of output and gradients, bytes sent, bytes kept)"""
+def beside_one_process(rank, attention, layout, dtype, heads=4, key_heads=4):
+    """Run both, forward and backward."""
     group = dist.group.WORLD
     core = layers.CoreAttention(causal=True)
     draw = torch.Generator().manual_seed(0)
     wholes = []
     parts = []
-    for heads in (query_heads, 4, 4):  # of q, k and v
-        whole = torch.randn(1, heads, 1024, 32, dtype=torch.float64, generator=draw)
+    for own_heads in (heads, key_heads, key_heads):  # of q, k and v
+        whole = torch.randn(1, own_heads, 1024, 32, generator=draw).to(dtype)
         own = take_own(whole, group, 2, layout)  # [B, heads, S/p, D]
         parts.append(own.requires_grad_())
         wholes.append(whole.requires_grad_())
     expected = core(*wholes)
     expected.square().sum().backward()
 
-    with saved_bytes(core) as saved, counted() as calls:
+    with saved_bytes(core) as saved, counted() as forward:
         out = attention(core, group, layout, *parts)
         kept_bytes = saved.total()
+    with counted() as backward:
         out.square().sum().backward()
     differences = [out - take_own(expected, group, 2, layout)]
     for part, whole in zip(parts, wholes):
         differences.append(part.grad - take_own(whole.grad, group, 2, layout))
     off = max(one.abs().max().item() for one in differences)
-    return off, wire_bytes(calls), kept_bytes
+    return Beside(off, wire_bytes(forward), wire_bytes(backward), kept_bytes)
 
-# %% tags=["nbval-check-output"]
 def with_ring(core, group, layout, q, k, v):
+    """labcode's ring in place of `core`."""
     ring = RingAttention(core, group, layout)
     ring.length = 1024  # S; without it the ranks would ask each other
     return ring(q, k, v)
 
-kv_bytes = 2 * torch.empty(1, 4, 1024 // 4, 32, dtype=torch.float64).nbytes
-of_rank_3 = ranks.run(beside_one_process, with_ring, "contiguous")[3]
-off, sent_bytes, kept_bytes = of_rank_3
-print(f"output and gradients of one process to 1e-12: {off < 1e-12}")
-print(f"kept for backward on rank 3: {kept_bytes / kv_bytes:.2f} kv")
-how = {"unit": "B", "within": 1.01, "found": "counted"}
-compare("the ring sends", ring_bytes, sent_bytes, **how)
+# %% tags=["nbval-check-output"]
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def operations(compute, *inputs):
+    """FLOPs of the products of a block, as PyTorch counts them."""
+    with FlopCounterMode(display=False) as counter:
+        compute(*inputs, causal=False)
+    return counter.get_total_flops()
+
+exact = ranks.run(beside_one_process, with_ring, "contiguous", torch.float64)[3]
+short = ranks.run(beside_one_process, with_ring, "contiguous", torch.bfloat16)[3]
+kv_bytes = 2 * torch.empty(1, 4, 1024 // 4, 32, dtype=torch.bfloat16).nbytes
+print(f"output and gradients of one process to 1e-12: {exact.off < 1e-12}")
+print(f"kept for backward on rank 3: {short.kept_bytes / kv_bytes:.2f} kv")
+
+x = torch.zeros(16, 8)
+forward_work = operations(attend, x, x, x)
+backward_work = operations(attend_backward, x, x, x, x, x, torch.zeros(16))
+more_work = backward_work / forward_work
+more_bytes = short.backward_bytes / short.forward_bytes
+sent_bytes = short.forward_bytes + short.backward_bytes
+how = {"within": 1.01, "found": "counted"}
+compare("the ring sends", ring_bytes, sent_bytes, unit="B", **how)
+compare("times as long", times_as_long, more_bytes / more_work, **how)
 
 # %% [markdown]
-# What is kept belongs to the rank's own tokens: q, k, v and the output make 2 kv, and the lse a little more.
+# In all a rank sends 4 (p - 1) kv. (In the laboratory's float64 the sums are no wider than K and V, and it is 3 (p -
+# 1).) Backward sends three times the bytes of forward for 2.5 times the operations, so it asks for parts of 1.2 Φ/(g β)
+# tokens. That is the case that decides. Only the last message of the sums has nothing left to hide behind.
+#
+# What is kept belongs to the rank's own tokens: q, k, v and the output make 2 kv, and the lse, in 32 bits, a little
+# more.
 #
 # **Takeaway: backward sends K and V round once more, and the sums of their gradients with them. Each rank adds its
-# term, and a sum is complete when it comes home.**
+# term, and a sum is complete when it comes home. Forward and backward send 4 (p - 1) kv, and parts must be 1.2 times as
+# long as for forward alone.**
 
 # %% [markdown]
-# ## 5. Who does the work under a causal mask (core, 30 min)
+# ## 5. Who does the work under a causal mask (core, 25 min)
 #
 # Token 1000 looks at a thousand keys, token 1 at one. So in the contiguous layout the ranks have different work. The
 # picture shows the mask for four ranks, in 8 × 8 tiles: rows are queries, columns are keys, and the labels on the right
@@ -618,10 +656,10 @@ compare("rank 3 / fair share", last_to_fair, last / fair, within=1.03, found="co
 # %% [markdown]
 # The others cannot run ahead: a rank gets its next part only when the rank before it has sent it, so in each step
 # everybody waits for the slowest. In every step but the first some rank has a full block. So the whole ring takes as
-# long as rank 3, 1.75 times what it need take, and rank 0 does nothing in most of the steps.
+# long as rank 3, 1.75 times as long as it should, and rank 0 does nothing in most of the steps.
 #
-# The cure is to deal out the tokens in another way. Cut the sequence into 2p chunks in place of p pieces, and give each
-# rank **two** of them. Attention does not mind which tokens a rank holds, as long as it knows their positions.
+# The cure is to share out the tokens in another way. Cut the sequence into 2p chunks in place of p pieces, and give
+# each rank **two** of them. Attention does not mind which tokens a rank holds, as long as it knows their positions.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 11.4 · Deal the chunks
@@ -635,8 +673,8 @@ compare("rank 3 / fair share", last_to_fair, last / fair, within=1.03, found="co
 # hold `tokens` tokens each: two chunks of the same size, the earlier one first. Return a slice of the rank's queries, a
 # slice of the source's keys, and whether the block is causal. In a block that is not causal, each of these queries sees
 # each of these keys. For example, with the whole of both and nothing hidden it is `(slice(0, tokens), slice(0, tokens),
-# False)`, and the early chunk of the queries alone is `slice(0, tokens // 2)`. It may help to draw the tiles of two
-# ranks.
+# False)`, and the early chunk of the queries alone is `slice(0, tokens // 2)`. It helps to draw the tiles of two ranks,
+# say the queries of rank 1 and the keys of rank 2 on p = 4 ranks.
 #
 # The check builds the mask for p = 2, 3 and 4. Every visible score must be computed once and no hidden one, and in
 # each step all ranks must have the same number of scores.
@@ -680,15 +718,11 @@ print("tiles, contiguous:", tiles_of_ranks("contiguous"))
 print("tiles, zig-zag:   ", tiles_of_ranks("zigzag"))
 
 # %% [markdown]
-# labcode writes `my_block` for any layout and for parts of uneven size. Of the queries it takes the chunks that see any
-# of the source's keys, and of the keys the chunks that any of the rank's queries see.
-
-# %%
-show_source(attention_block.visible_block)
-
-# %% [markdown]
+# Each block is now half a full one, on every rank and in every step. Its message is as long as before, so parts must be
+# twice as long to hide it: 2 · 1.2 Φ/(g β) tokens.
+#
 # Does the clock agree with the tiles? Four ranks share two cores here, so we ask each process how long it has computed,
-# not how long it took. We time the whole ring in both layouts, and one block of the same size, causal and not.
+# not how long it took. We time the whole ring in both layouts.
 
 # %%
 import time
@@ -712,20 +746,12 @@ def compute_ms(rank, layout):
     q, k, v = torch.randn(3, 1, 4, 4096 // 4, 32)
     return median_ms(ring, q, k, v)
 
-def block_ms(rank, causal):
-    """One block in the kernel that the ring uses here."""
-    q, k, v = torch.randn(3, 1, 4, 4096 // 4, 32)
-    kernel = attention_block.fastest_kernel(q, k)
-    return median_ms(kernel.forward, q, k, v, causal)
-
 contiguous_ms = ranks.run(compute_ms, "contiguous")
 zigzag_ms = ranks.run(compute_ms, "zigzag")
 of_fair = contiguous_ms[3] / (sum(zigzag_ms) / 4)
 of_first = contiguous_ms[3] / contiguous_ms[0]
 print(f"rank 3 / fair share: {of_fair:.2f}, and 1.75 by the tiles")
 print(f"rank 3 / rank 0: {of_first:.1f}, and 7 by the tiles")
-of_full = ranks.run(block_ms, True)[0] / ranks.run(block_ms, False)[0]
-print(f"a causal block takes {of_full:.2f} of the time of a full one")
 
 # %% tags=["figure"]
 by_rank = {}
@@ -741,28 +767,31 @@ plot.bars(
 )
 
 # %% [markdown]
-# Zig-zag is even, and contiguous is not, but rank 0 takes far longer than a seventh of rank 3. One reason is the last
-# line above the figure: rank 0 computes only the causal block of its own keys, and for this kernel half of the scores
-# are about three quarters of the time. The other is passing on K and V, which costs every rank the same.
+# Zig-zag is even, and contiguous is not, but rank 0 takes longer than a seventh of rank 3. It computes only the causal
+# block of its own keys, for which this kernel needs more than half the time of a full one, and passing on K and V costs
+# every rank the same.
 #
 # Positions travel with their tokens: labcode's `take_own` cuts inputs, targets and positions in the same way. A vision
 # transformer has no causal mask, so the contiguous layout shares its work evenly.
 #
-# **Takeaway: equal tokens are not equal work. Under a causal mask, give each rank an early and a late chunk.**
+# **Takeaway: equal tokens are not equal work. Under a causal mask, give each rank an early and a late chunk. Its blocks
+# are half as large, so parts must be twice as long to hide a message.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* `my_chunks` is quick; `my_block` is the point. Draw the rows of rank 1 and the columns of rank 2
-# for p = 4: of its queries only the late chunk (6) sees rank 2's keys (2 and 5), and it sees both. There is a second
+# for p = 4: of its queries only the late chunk (6) sees rank 2's keys (2 and 5), and it sees both. A causal block takes
+# 0.77 of the time of a full one in PyTorch's CPU kernel (torch 2.13, 1024 tokens, D = 32). There is a second
 # right answer, from the middle outwards: rank r holds p - 1 - r and p + r, and the two cases swap. Ask the room what
 # striped attention does (rank r holds the tokens r, r + p, r + 2p and so on): it is balanced as well, but every block
 # has a mask.
 
 # %% [markdown]
-# ## 6. The other ways (core, 25 min)
+# ## 6. The other ways (core, 20 min)
 #
-# **Gather.** Each rank all-gathers K and V, and backward reduce-scatters their gradients: p - 1 parts each way. There
-# are few messages, but each rank keeps K and V of the whole sequence. Llama 3 was trained in this way: the largest one
-# has 8 key/value heads for 128 query heads, so K and V are small (Llama Team 2024, section 3.3.2).
+# **Gather.** Each rank all-gathers K and V, and backward reduce-scatters their gradients. There are few messages, and a
+# rank then has the keys of the whole sequence in front of it, under whatever mask. Llama 3 was trained in this way, and
+# its authors give two reasons: masks such as the one of section 7 are easier to support, and the messages are small,
+# because the largest model has 8 key/value heads for its 128 query heads (Llama Team 2024, section 3.3.2).
 #
 # **All-to-all** (DeepSpeed Ulysses). Attention treats each **head** by itself. So before attention the ranks swap: each
 # gives away its tokens of the heads that are not its own, and gets all tokens of its own heads. Then it computes
@@ -779,41 +808,18 @@ plot.ulysses(
 )
 
 # %% [markdown]
-# In plain PyTorch a swap is one call of `dist.all_to_all_single`, which cuts the first dim of a tensor into p pieces,
-# sends piece r to rank r, and puts what arrives in the order of the ranks. So the pieces have to stand in front, and
-# afterwards the ranks' tokens have to stand side by side.
-
-# %% tags=["nbval-check-output"]
-from labcode.comm.collectives import all_to_all
-
-
-def to_own_heads(x, group):
-    """My tokens of all heads [B, N, S/p, D] -> all tokens of my heads [B, N/p, S, D]"""
-    p = dist.get_world_size(group)
-    for_ranks = x.unflatten(1, (p, -1)).permute(1, 0, 2, 3, 4).contiguous()
-    from_ranks = torch.empty_like(for_ranks)  # [p, B, N/p, S/p, D]
-    dist.all_to_all_single(from_ranks, for_ranks, group=group)
-    return from_ranks.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-def same_swap(rank):
-    """Whether labcode's all-to-all from dim 1 (heads) to dim 2 (tokens) is the same."""
-    x = torch.randn(2, 8, 6, 3)
-    theirs = all_to_all(x, dist.group.WORLD, 1, 2)
-    return torch.equal(to_own_heads(x, dist.group.WORLD), theirs)
-
-print("labcode's all_to_all swaps in the same way:", ranks.run(same_swap))
-
-# %% [markdown]
-# `dist.all_to_all_single` has no backward, and labcode's `all_to_all` has one: the swap the other way. With it, the
-# all-to-all and the gather are these few lines.
+# labcode's `all_to_all(x, group, 1, 2)` is such a swap: it cuts dim 1, the heads, into p pieces, sends piece r to rank
+# r, and puts what arrives side by side in dim 2, the tokens. `dist.all_to_all_single` does the sending, and the
+# backward is the swap the other way. With it, the all-to-all and the gather are these few lines.
 
 # %%
+from labcode.comm.collectives import all_to_all
 from labcode.parallel.context import GatherAttention
-from labcode.teach.labs.l11_by_hand import beside_one_process
+from labcode.teach.labs.l11_by_hand import beside_one_process, with_ring
 
 
 def with_ulysses(core, group, layout, q, k, v):
-    """q, k, v [B, heads, S/p, D] -> [B, N, S/p, D]"""
+    """q [B, N, S/p, D], k and v [B, key heads, S/p, D] -> [B, N, S/p, D]"""
     own_heads = [all_to_all(x, group, 1, 2) for x in (q, k, v)]  # [B, heads/p, S, D]
     out = core(*own_heads)
     return all_to_all(out, group, 2, 1)
@@ -825,30 +831,37 @@ def with_gather(core, group, layout, q, k, v):
 
 # %% [markdown]
 # (The all-to-all runs in the contiguous layout, since it has all tokens of a head in their order.) How much is sent?
-# Forward swaps q, k, v and the output, and backward swaps their gradients. In an all-to-all a rank
-# keeps 1/p of its tensor and sends the rest. Let g be the number of query heads for each key/value head: 1 in a plain
-# model, more with grouped queries (lesson 09, section 3), and 16 in the largest Llama 3. K and V have kv/2 bytes each,
-# and q and the output have g times as much each.
+# Forward swaps q, k, v and the output, and backward swaps their gradients. In an all-to-all a rank keeps 1/p of its
+# tensor and sends the rest. Take a given model, and let g be the number of query heads for each key/value head: 1 in a
+# plain model, more with grouped queries (lesson 09, section 3), and 16 in the largest Llama 3. The unit is *kv*, the
+# bytes of one rank's K and V **for g = 1**. So K and V have kv/(2 g) bytes each, and q and the output have kv/2 each,
+# whatever g is.
 #
 # **Predict**, for p = 4 and in units of kv: what does a rank send in forward and backward with the gather, and with the
-# all-to-all, if every head has its own K and V (g = 1)? And which of the two sends less for g = 4: `"gather"` or
-# `"all-to-all"`?
+# all-to-all, for g = 1? And which of the two sends less for g = 4: `"gather"` or `"all-to-all"`?
 
 # %% tags=["predict"]
 gather_kv = 3 + 3
 ulysses_kv = 2 * (3 / 4) * (1 / 2 + 1 / 2 + 1 / 2 + 1 / 2)
-less_for_g_4 = "gather"  # 2 * (3 / 4) * (4 / 2 + 1 / 2 + 1 / 2 + 4 / 2) = 7.5, above 6
+less_for_g_4 = "gather"  # 6/4 = 1.5, and 2 * (3 / 4) * (1 / 2 + 1 / 8 + 1 / 8 + 1 / 2)
 
 # %% tags=["nbval-check-output"]
-kv_bytes = 2 * torch.empty(1, 4, 1024 // 4, 32, dtype=torch.float64).nbytes
-ways = {"gather": (with_gather, "zigzag"), "all-to-all": (with_ulysses, "contiguous")}
+kv_bytes = 2 * torch.empty(1, 16, 1024 // 4, 32, dtype=torch.bfloat16).nbytes
+ways = {
+    "ring": (with_ring, "zigzag"),
+    "gather": (with_gather, "zigzag"),
+    "all-to-all": (with_ulysses, "contiguous"),
+}
 sent_kv = {}
 for g in (1, 4):
     for name, (way, layout) in ways.items():
-        off, sent, kept = ranks.run(beside_one_process, way, layout, 4 * g)[3]
-        sent_kv[g, name] = sent / kv_bytes
-        print(f"g = {g}, {name:10} sends {sent / kv_bytes:.2f} kv", end=", ")
-        print(f"rank 3 keeps {kept / kv_bytes:.2f}; right to 1e-12: {off < 1e-12}")
+        heads = {"heads": 16, "key_heads": 16 // g}
+        exact = ranks.run(beside_one_process, way, layout, torch.float64, **heads)[3]
+        short = ranks.run(beside_one_process, way, layout, torch.bfloat16, **heads)[3]
+        sent_kv[g, name] = (short.forward_bytes + short.backward_bytes) / kv_bytes
+        kept_kv = short.kept_bytes / kv_bytes
+        print(f"g = {g}, {name:10} sends {sent_kv[g, name]:5.2f} kv", end=", ")
+        print(f"rank 3 keeps {kept_kv:.2f}; right to 1e-12: {exact.off < 1e-12}")
 
 is_less = sent_kv[4, "gather"] < sent_kv[4, "all-to-all"]
 less = "gather" if is_less else "all-to-all"
@@ -860,29 +873,37 @@ options = ("gather", "all-to-all")
 compare("less for g = 4", less_for_g_4, less, found="counted", options=options)
 
 # %% [markdown]
-# What the gather keeps is K and V of the whole sequence (4 kv here), its own q and output, and something that the
-# formula of section 1 does not count: a **mask**. Its queries meet keys of all positions at once, and PyTorch keeps the
-# mask in the dtype of q, about S²/(2 p) numbers. Here these are another 2.25 kv on rank 3, and they grow with S².
-#
-# | | ring | gather | all-to-all |
+# | for a given model, in kv of g = 1 | ring | gather | all-to-all |
 # |---|---|---|---|
-# | sends, in kv | 3 (p - 1) | 2 (p - 1) | 2 (g + 1)(p - 1)/p |
-# | the same for p = 4: g = 1, 4, 16 | 9, 9, 9 | 6, 6, 6 | 3, 7.5, 25.5 |
-# | keeps, in kv | g + 1 | p + g, and the mask | g + 1 |
+# | sends | 4 (p - 1)/g | 2 (p - 1)/g | 2 (1 + 1/g)(p - 1)/p |
+# | the same for p = 4: g = 1, 4, 16 | 12, 3, 0.75 | 6, 1.5, 0.38 | 3, 1.9, 1.6 |
+# | keeps | 1 + 1/g | 1 + p/g | 1 + 1/g |
 # | can hide behind computing | yes, block by block | hardly | hardly |
-# | number of ranks | any | any | what divides the number of key/value heads |
+# | number of ranks | any | any | a divisor of the number of key/value heads, or of the query heads with copies |
 # | causal mask | needs zig-zag | needs zig-zag | is balanced by itself |
 #
-# (In 16-bit training the ring sends 4 (p - 1), see section 4.) Zig-zag cuts the sequence into 2p chunks. Where its
-# length is not a multiple of 2p, labcode makes some chunks one token longer than others.
+# With grouped queries all three send less. The ring and the gather send K and V alone, so they gain the whole factor g;
+# the all-to-all also swaps q and the output, which stay. kv belongs to S/p tokens. So with more ranks the bytes of the
+# all-to-all shrink, and those of the other two stay about the same: it sends less than the gather from p = g + 2 on.
 #
-# kv belongs to S/p tokens. So with more ranks the bytes of the all-to-all shrink, and those of the other two stay about
-# the same. The all-to-all sends less than the gather from p = g + 2 on. Its limit is the number of heads: p may be at
-# most 8 for Llama 3, where g + 2 is 18. Tensor parallelism cuts the heads as well, so tp · cp cannot be larger than
-# their number. All-to-all and ring are combined in practice: all-to-all inside a node, and a ring between nodes.
+# What the gather keeps is K and V of the whole sequence, unless they are gathered again in backward. labcode's
+# `GatherAttention` keeps a **mask** as well, which the formula does not count. Its queries meet keys of all positions
+# at once, and it gives PyTorch a mask in the dtype of q, about S²/(2 p) numbers. That is a weakness of this class and
+# not of the gather. A kernel that knows positions needs no mask, and FlexAttention keeps an entry or two for each tile
+# of 128 × 128 scores: at S = 131072 these are one or two million in place of 17 billion numbers.
+#
+# The limit of the all-to-all is the number of heads: for Llama 3 p may be at most 8. Above that K and V are **copied**
+# until each rank has a head of them, as NVIDIA's VILA does, and the limit is the 128 query heads. Tensor parallelism
+# cuts the heads as well, so tp · cp cannot be larger than their number. In practice all-to-all and ring are combined,
+# in a grid of their own (Fang and Zhao 2024). Take two nodes of 4 GPUs and g = 1. The 4 of a node swap heads, which are
+# 3 kv over the fast links. Then each lets K and V of its quarter of the heads go round the two nodes, which are 4 kv
+# over a slow link of its own. One ring over all 8 would send 28 kv over each of the two slow links that it crosses.
+#
+# Zig-zag cuts the sequence into 2p chunks. Where its length is not a multiple of 2p, labcode makes some chunks one
+# token longer than others.
 #
 # labcode's ring never holds a whole row of attention weights. To drop some of them, its blocks would have to draw the
-# same random numbers again in backward, which it does not do. It says so:
+# same random numbers again in backward, which it does not do. It refuses:
 
 # %% tags=["raises-exception"] raises="RankError: rank 0: ValueError: ring attention keeps no attention weights to drop"
 def ring_with_dropout(rank):
@@ -894,15 +915,159 @@ ranks.run(ring_with_dropout)
 # %% [markdown]
 # **Takeaway: ring, gather and all-to-all give the same numbers. The ring takes any number of ranks, and hides its
 # messages where the parts are long enough. The all-to-all sends least where every head has its own K and V, and needs
-# heads. The gather is simple, keeps all keys, and sends least where many query heads share a key head.**
+# heads. The gather is simple, takes any mask, keeps all keys, and sends least where many query heads share a key
+# head.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* People forget that the all-to-all sends four tensors forward and four backward, or count whole
-# tensors in place of (p - 1)/p of them. Ask the room how the gather could do without the mask. (With a kernel that
-# takes positions, or block by block with the merge, as the ring does.)
+# tensors in place of (p - 1)/p of them. Ask the room what a gather sends that keeps its own K and V alone and gathers
+# again in backward. (3 (p - 1) in place of 2 (p - 1), still less than the ring. But it holds all keys for a while.)
 
 # %% [markdown]
-# ## 7. A whole GPT, and how to choose (core, 10 min)
+# ## 7. Packed documents, and PyTorch's own (core, 15 min)
+#
+# A training sequence of 131072 tokens is rarely one text. Usually documents are **packed**: put one after the other
+# until the sequence is full. And a **document mask** lets a token look at earlier tokens of its own document alone. The
+# authors of Llama 3 found it important for very long sequences (Llama Team 2024, section 3.2).
+#
+# Here are the tiles of zig-zag again, for five documents in one sequence: one of four chunks, and four of one chunk
+# each.
+
+# %% tags=["figure"]
+plot.causal(
+    4, ("zigzag",), documents=(4, 1, 1, 1, 1),
+    title="What a document mask leaves",
+    alt="Along the diagonal of the mask stand a large triangle of four chunks and four "
+        "small ones of one chunk; the rank of each row is that of zig-zag",
+)
+
+# %% [markdown]
+# **Predict.** How many times a fair share does the busiest rank compute?
+
+# %% tags=["predict"]
+busiest_to_fair = (3 + 1 / 2 + 1 / 2) / ((4 * 1 / 2 + 6 + 4 * 1 / 2) / 4)
+
+# %% tags=["nbval-check-output"]
+from labcode.teach.figures import attention as masks
+
+work = [0.0] * 4
+for (query, key), (owner, _) in masks.tiles(4, "zigzag", (4, 1, 1, 1, 1)).items():
+    work[owner] += 0.5 if query == key else 1.0
+print("tiles of each rank:", work)
+found = max(work) / (sum(work) / 4)
+compare("busiest / fair share", busiest_to_fair, found, within=1.02, found="counted")
+
+# %% [markdown]
+# Zig-zag pairs a token that sees few keys with one that sees many, and it takes for granted that the late one sees
+# many. Under a document mask that is wrong: what counts is the place of a token **in its document**. There are two
+# remedies. One can deal each document for itself, two chunks of each to every rank. Or one can sort blocks of tokens by
+# their work, and deal them forth and back. The first is the proposal of WLB-LLM (Wang et al. 2025), which takes it
+# where documents are long, since small pieces make kernels slow.
+#
+# PyTorch has both, in files whose names begin with an underscore. Such a **load balancer** gives an order of the
+# tokens, which is then cut into p equal parts. Let us measure what each of them reaches. (PTRR stands for
+# processing-time-based round-robin, which is the sorting. It takes FlexAttention's mask, and blocks of 128 tokens.)
+
+# %% tags=["nbval-check-output"]
+from torch.distributed.tensor.experimental import _attention as of_torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+lengths = [2048, 512, 512, 512, 512]
+document = torch.repeat_interleave(torch.tensor(lengths))  # of each token: 0, 0, .. 4
+keys_seen = torch.cat([torch.arange(1, length + 1) for length in lengths])
+
+
+def visible(batch, head, query, key):
+    """FlexAttention asks for each query and key."""
+    return (document[query] == document[key]) & (key <= query)
+
+block_mask = create_block_mask(visible, None, None, 4096, 4096, device="cpu")
+balancers = {
+    "zig-zag": of_torch._HeadTailLoadBalancer(4096, 4, "cpu"),
+    "per document": of_torch._PerDocumentHeadTailLoadBalancer([lengths], 4, "cpu"),
+    "PTRR": of_torch._PTRRLoadBalancer(block_mask, 4),
+}
+print(f"PyTorch {torch.__version__.split('+')[0]}")
+for name, balancer in balancers.items():
+    order = balancer._generate_indices()[0]
+    scores = keys_seen[order].view(4, -1).sum(1)  # of each rank
+    times_fair = (scores.max() / scores.double().mean()).item()
+    print(f"{name:13} the busiest rank computes {times_fair:.2f} times a fair share")
+
+# %% [markdown]
+# Dealing each document for itself should give 1.00, and in this version it does not. The balancer lists the chunks
+# document by document, and the cut into p equal parts then gives the whole long document to ranks 0 and 1. Every number
+# of the model stays right, and only the clock shows it. PyTorch's main branch lists them rank by rank since July 2026
+# (pull request 189902). In exercise 11.5, which is optional, you write it yourself.
+#
+# Attention over such parts is a plan for `parallelize_module`, as in lesson 09, section 5. Its kind `FLEX` gathers K
+# and V and leaves the mask to FlexAttention. `_context_parallel_shard` cuts tensors in the balancer's order. Here it is
+# beside one process, forward alone, since FlexAttention has no backward on a CPU.
+
+# %% tags=["nbval-check-output"]
+import warnings
+
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import flex_attention
+
+
+class FlexAttention(torch.nn.Module):
+    def forward(self, q, k, v, block_mask):
+        return flex_attention(q, k, v, block_mask=block_mask)
+
+def pytorchs_own(rank, lengths):
+    """How far its output is from that of one process."""
+    warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+    tokens = torch.arange(sum(lengths))
+    document = torch.repeat_interleave(torch.tensor(lengths))
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4, len(tokens), 32, generator=draw)
+    sees = (document[:, None] == document) & (tokens <= tokens[:, None])
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=sees)
+
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    kind = of_torch._ContextParallel.AttentionType.FLEX
+    plan = of_torch._ContextParallel(seq_dim=2, attention_type=kind)
+    attention = parallelize_module(FlexAttention(), mesh, plan)
+    balancer = of_torch._PerDocumentHeadTailLoadBalancer([lengths], 4, "cpu")
+    cut = [q, k, v, expected, tokens]
+    q, k, v, expected, own = of_torch._context_parallel_shard(
+        mesh, cut, [2, 2, 2, 2, 0], balancer
+    )
+    gathered = balancer._generate_indices()[0]  # the order in which keys arrive
+
+    def visible(batch, head, query, key):
+        query = own[query]
+        key = gathered[key]
+        return (document[query] == document[key]) & (key <= query)
+
+    mask = create_block_mask(visible, None, None, len(own), len(tokens), device="cpu")
+    out = attention(q, k, v, mask)
+    return (out - expected).abs().max().item()
+
+off = max(ranks.run(pytorchs_own, [512, 128, 128, 128, 128]))
+print(f"PyTorch's own gives the output of one process to 1e-5: {off < 1e-5}")
+
+# %% [markdown]
+# The other kind, `SDPA`, replaces `F.scaled_dot_product_attention` by a gather, or by a ring after
+# `set_rotate_method("alltoall")`. It knows no document mask, and it has kernels for GPUs alone, so it does not run
+# here. The public `context_parallel` is older: "we will deprecate this API once the new API is widely used", says its
+# source (torch 2.13). torchtitan has moved to the new functions in January 2026 (pull request 2144) and has Ulysses
+# beside them since September (pull request 4450).
+#
+# **Takeaway: with packed documents zig-zag is not balanced. Deal each document for itself, or blocks by their work, and
+# measure what a balancer reaches: a wrong one changes no number but the time.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* Let the room find rank 3 in the figure: it holds the last chunk of the long document and one of
+# the short ones. Ask when no layout needs a ring at all. (When documents are short and each fits on one rank:
+# contiguous and whole. The mask then hides all that comes from other ranks, but a plain ring would send it
+# nevertheless.)
+
+# %% [markdown]
+# ## 8. A whole GPT, and how to choose (core, 10 min)
 #
 # `parallelize` puts all of it into a model. Here are five steps of training in float64 on four ranks, beside one
 # process. In the last line the sums over cp are forgotten: each rank updates with the terms of its own tokens alone,
@@ -941,104 +1106,157 @@ report("cp 2, tp 2 + sequence", ranks.run(small.losses_on_grid, mixed, along, 5)
 report("cp 4, sum forgotten", ranks.run(losses_without_sum, 5)[0])
 
 # %% [markdown]
-# | | tp + sequence parallel | cp, ring |
-# |---|---|---|
-# | cuts weights and optimizer | yes | not by itself; sharded data parallelism (lesson 13) can cut them over dp × cp |
-# | cuts activations | yes | yes |
-# | a rank sends per layer, forward and backward | 10 (t - 1)/t · [B, S, H] in 16 bits | 2 (p - 1) kv in 16 bits, and (p - 1) kv in 32 (the sums) |
-# | can hide | only partly | most of it, behind long blocks |
-# | limit | heads, and the size of a node | parts that are too short to hide a message |
+# Which axis should cut the activations of a long sequence, tp or cp? Call A the bytes of a [B, S, H] tensor in 16-bit
+# numbers. With tp and sequence parallelism a GPU sends 10 (t - 1)/t · A for each layer in forward and backward (lesson
+# 10, section 4). With cp and a ring it is 4 (p - 1) kv/g, as you have counted, where kv stands for K and V of S/p
+# tokens in a plain model. Both keep the same activations: 72.4 GB with 8 ranks in our case.
 #
-# So use as much tp with sequence parallelism as the model needs, up to the size of a node, then cp where one sequence
-# is still too long, and dp with what is left.
+# **Predict.** How many times the bytes of tp does cp send, with the same number of ranks: for g = 1, and for g = 4?
 
-# **Takeaway: tp first, because it cuts weights and activations; cp where the activations of one sequence are still too
-# large.**
+# %% tags=["predict"]
+cp_to_tp = 8 / 10  # kv is 2 A / p, so that 4 (p - 1) kv = 8 (p - 1) / p A
+cp_to_tp_for_g_4 = 8 / 4 / 10
+
+# %% tags=["nbval-check-output"]
+from labcode.comm.counting import counted
+from labcode.config import GPTConfig
+from labcode.models.gpt import GPT
+from labcode.teach.labs.l11_by_hand import wire_bytes
+
+
+def sent_for_a_layer(rank, shape, key_heads):
+    """Bytes that this rank sends for a layer: a model of 4 against one of 2 layers."""
+    sent = {}
+    for num_layers in (2, 4):
+        config = GPTConfig(
+            vocab_size=64, context_length=256, num_layers=num_layers,
+            num_heads=16, num_kv_heads=key_heads, hidden_size=64,
+        )
+        how = ParallelConfig(sequence_parallel=shape.tp > 1)
+        gpt = GPT(config).to(torch.bfloat16)
+        model = parallelize(gpt, Grid.create(shape), how, seed=0)
+        tokens = torch.zeros(1, 256, dtype=torch.int64)
+        with counted() as calls, model.no_sync():
+            model.loss(model(tokens), tokens).backward()
+        sent[num_layers] = wire_bytes(calls)
+    return (sent[4] - sent[2]) / 2
+
+for g, predicted in ((1, cp_to_tp), (4, cp_to_tp_for_g_4)):
+    by_tp = ranks.run(sent_for_a_layer, GridShape(tp=4), 16 // g)[0]
+    by_cp = ranks.run(sent_for_a_layer, GridShape(cp=4), 16 // g)[0]
+    compare(f"cp / tp, g = {g}", predicted, by_cp / by_tp, within=1.01, found="counted")
 
 # %% [markdown]
-# ## 8. Open end: 131072 tokens (optional, 15 min)
+# cp sends less, and most of it hides, if the parts are long enough: by sections 4 and 5, 2 · 1.2 Φ/(g β) tokens. Here
+# are the numbers for nodes of eight H100, from labcode's table of clusters. Φ is what FlashAttention-2 and 3 reach in
+# forward and backward together (Shah et al. 2024), and β a GPU's share of NVLink or of the network.
+
+# %% tags=["nbval-check-output"]
+from labcode.perf.cluster import load_cluster
+
+dgx = load_cluster("dgx-h100")
+for kernel in ("flash2", "flash3"):
+    flops_per_s = dgx.gpu.attention_flops_per_s(kernel, "bfloat16")
+    print(f"{kernel}: {flops_per_s / 1e12:.0f} TFLOP/s, parts for g = 1 and g = 8:")
+    for name, link in (("inside a node", dgx.inside), ("between nodes", dgx.between)):
+        tokens = 2 * 1.2 * flops_per_s / link.beta_bytes_per_s
+        print(f"    {name}: {tokens:6,.0f} and {tokens / 8:5,.0f} tokens")
+
+# %% [markdown]
+# Our 131072 tokens make parts of 16384 on 8 ranks. Inside a node the messages hide with either kernel; between nodes
+# they hide with grouped queries, and with g = 1 hardly or not. What happens where parts are too short was measured on
+# TPUs, 2048 tokens to a part and g = 1: a step took 16.4 s with a ring and 8.8 s with a gather (MaxText, pull request
+# 4687).
+#
+# And the weights? tp cuts them, and cp by itself does not. That was long a reason to begin with tp. But sharded data
+# parallelism (FSDP, lesson 13) cuts weights, gradients and optimizer over **all** ranks that hold the same weights,
+# those of dp and of cp: on 64 GPUs the 115 GB of our model become 1.8 GB each. Its messages hide if a rank has some
+# 2000 tokens in a micro-batch (lesson 13, section 5), and with long sequences it has more. So:
+#
+# 1. FSDP over dp × cp cuts the weights.
+# 2. If one sequence is still too long, take cp inside the node, **before tp**, and beyond the node while the parts are
+#    long enough for the ring to hide. torchtitan trains Llama 3.1 8B with 262144 tokens on 8 H100 with cp 8 and tp 1.
+# 3. Take tp where that does not do: parts too short for a ring, too few tokens on each rank for FSDP to hide (many GPUs
+#    and a given batch), or a layer whose gathered weights are too large. The largest Llama 3 has tp 8 and cp 16 on
+#    16384 GPUs (Llama Team 2024, table 4).
+#
+# The order of the axes follows: what hides least stands first and lies on NVLink, tp if there is any, then cp. For long
+# sequences in scientific models Subramanian et al. (2024) compare such grids with a model of performance.
+#
+# **Takeaway: FSDP over dp × cp cuts the weights. Then cp inside the node comes before tp, once the parts are long
+# enough for the ring to hide: it sends 0.8/g of the bytes for the same memory.**
+
+# %% [markdown]
+# ## 9. Open end: deal packed documents (optional, 15 min)
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 11.5 · Choose a grid
+# ### Exercise 11.5 · Deal packed documents
 #
-# The GPT of section 1, with 8 sequences of 131072 tokens in a step, on 64 GPUs in nodes of 8. Choose a
-# `GridShape(dp=.., cp=.., tp=.., order=..)` with pp = 1. Sequence parallelism is on. The 8 sequences are dealt out over
-# dp, and a rank of dp takes its own one after the other, so that the activations are those of one. Three things are
-# asked:
+# Documents of the given lengths stand one after the other in a packed sequence. Write `my_shares(lengths, p)`, which
+# says what each of p ranks holds under a document mask. Return a list of p lists, one for each rank, of pieces (start,
+# stop): the tokens from `start` to `stop - 1` of the packed sequence. Three things are asked:
 #
-# 1. Weights (16 bytes for each parameter, with gradients and optimizer) and activations take at most 60 GB of a GPU.
-# 2. tp and cp together take at most 20 % of the computing time, if nothing hides.
-# 3. dp divides the 8 sequences.
+# 1. Each token belongs to exactly one rank.
+# 2. All ranks hold the same number of tokens.
+# 3. All ranks compute the same number of scores, to 2 %. A token sees its document up to itself, so the third token of
+#    a document makes 3 scores.
 #
-# Links are those of lesson 08, section 4: 450 GB/s inside a node, 50 GB/s between nodes, and the order of the axes
-# decides which groups lie inside one. `l11.costs(shape)` says what a grid costs, so try several. It computes, with S =
-# 131072, H = 4096 and 32 layers:
-#
-# - weights: 16 bytes · 7.2 · 10⁹/tp; activations as in section 1;
-# - a tensor between two layers: A = 2 bytes · S · H/cp;
-# - sent for tp, by one GPU for one sequence: 32 · 10 (tp - 1)/tp · A;
-# - sent for cp: 32 · (cp - 1) · 4 · 2 A/tp, where 2 A/tp is kv, once in forward, once in backward, and twice for the
-#   sums in 32 bits;
-# - computing: all operations of the step, at 40 % of an H100's peak.
-#
-# Afterwards ask yourself what this model of the costs leaves out.
-
-# %%
-from labcode.teach.exercises import l11
-from labcode.topology import GridShape
-
-tried = GridShape(dp=8, cp=1, tp=8)
-for name, value in l11.costs(tried).items():
-    print(f"{name:15} {value:6.1f}")
+# Every length is a multiple of 2p. For example, for `lengths = [8]` and p = 2 a right answer is `[[(0, 2), (6, 8)],
+# [(2, 6)]]`. Several ways lead there. About 10 lines.
 
 # %% tags=["exercise"]
-### BEGIN SOLUTION
-my_grid = GridShape(dp=4, cp=2, tp=8)  # tp fills a node, cp halves the activations
-### END SOLUTION
+def my_shares(lengths, p):
+    """For each rank the pieces (start, stop) that it holds."""
+    ### BEGIN SOLUTION
+    shares = [[] for _ in range(p)]
+    start = 0
+    for length in lengths:
+        size = length // (2 * p)
+        for rank in range(p):
+            for chunk in (rank, 2 * p - 1 - rank):
+                first = start + chunk * size
+                shares[rank].append((first, first + size))
+        start += length
+    return shares
+    ### END SOLUTION
 
 # %% tags=["check"]
-check("11.5", my_grid)
-
-# %% [markdown]
-# <details><summary>What the model leaves out</summary>
-#
-# The ring hides behind computing, the collectives of tp hide less. A causal mask halves the work of attention.
-# Activation checkpointing (lesson 16) trades activations for time, sharded data parallelism (lesson 13) cuts the 16
-# bytes, over cp as well, and fewer key/value heads make the ring cheaper. And the gradients of the weights are summed
-# over dp and cp once in a step.
-# </details>
+check("11.5", my_shares)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Only dp = 4, cp = 2, tp = 8 passes, with tp faster than cp and dp. Let the room first say which
-# axis has to cut the weights (tp: 16 bytes · 7.2 · 10⁹/8 = 14 GB) and which one is left for the activations.
+# *For the instructor.* Most begin with zig-zag over the whole sequence, and the check says which rank is the busiest.
+# Then many forget where a document begins. Ask the room what to do with lengths that are no multiple of 2p. (Pad them,
+# or deal the rest of a document token by token.) And ask when dealing each document for itself is a bad idea. (When
+# chunks become shorter than the tiles of the kernel, 128 tokens: each tile is then computed whole for a few scores.
+# WLB-LLM chooses between the two ways for each sequence.)
 
 # %% [markdown]
-# ## 9. From here to GPUs and SLURM (core, 5 min)
+# ## 10. From here to GPUs and SLURM (core, 5 min)
 #
 # | where | start |
 # |---|---|
 # | 4 GPUs of one machine | `torchrun --nproc-per-node=4 -m labcode.train gpt_tiny --parallel.cp 4 --model.context_length 1024` |
 # | the gather | add `--parallel.context_attention all_gather` |
+# | cp fastest in the order of ranks | add `--parallel.order cp-tp-dp-pp` |
+# | a vision transformer, without a causal mask | `torchrun --nproc-per-node=4 -m labcode.train vit_tiny --parallel.cp 4` |
 # | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=8 python -m labcode.train gpt_10m --parallel.cp 2 --parallel.tp 2` |
 #
 # Under `srun`, export `MASTER_ADDR` (the first node) and `MASTER_PORT` first, or the ranks do not know where to meet.
 # Lesson 04, section 7, explains these variables, and lesson 14, section 2, writes such a script.
 #
 # On GPUs the same class takes PyTorch's fused kernels for its blocks, after it has compared them with the plain one on
-# a small example. PyTorch has context parallelism too, `context_parallel` in `torch.distributed.tensor.experimental`.
-# It gathers K and V, unless you ask with `set_rotate_method("alltoall")` for a ring, each step of which is an
-# all-to-all (torch 2.13). It is a prototype, and does not run on a CPU, so it is not beside ours here.
+# a small example. labcode's ring and gather know no document mask; for packed documents use what section 7 shows.
 #
-# ## Questions (core, 10 min)
+# ## Questions (core, 5 min)
 #
 # **1.** In the ring of exercise 11.2, rank 0 has nothing to see in the steps 1 to 3. Why may it not stop after step 0?
 #
 # <details><summary>Answer</summary>
 #
 # Rank 1 waits for a message from rank 0 in every step, so it would hang. Under a causal mask in the contiguous layout
-# it does not need the contents: a part that rank 0 passes on after step 0 comes from a later rank, and the ranks that
-# it still visits come before that rank. So **all** ranks could agree to stop sending such parts, but one rank alone may
-# not. With zig-zag every part is needed everywhere.
+# rank 1 does not need the contents: a part that rank 0 passes on after step 0 comes from a later rank, and the ranks
+# that this part still visits come before that rank. So **all** ranks could agree to stop sending such parts, but one
+# rank alone may not. With zig-zag every part is needed everywhere.
 # </details>
 #
 # **2.** You double the number of ranks of a ring and keep S. How do the bytes that a rank sends change, and how does
@@ -1046,27 +1264,18 @@ check("11.5", my_grid)
 #
 # <details><summary>Answer</summary>
 #
-# A part is half as large, and there are 2p - 1 hops in place of p - 1. So the bytes stay about the same, 3 (p - 1)/p
+# A part is half as large, and there are 2p - 1 hops in place of p - 1. So the bytes stay about the same, 4 (p - 1)/p
 # times the K and V of the whole sequence. The work of a rank halves. Messages become harder to hide, since the
 # operations for each byte are in proportion to S/p.
 # </details>
 #
-# **3.** A model has 32 query heads and 8 key/value heads, and trains with tp = 4. How large can cp be with all-to-all,
-# and how large with a ring?
+# **3.** From lesson 09: a model has 32 query heads and 8 key/value heads, and trains with tp = 4. How large can cp be
+# with all-to-all, and how large with a ring?
 #
 # <details><summary>Answer</summary>
 #
-# Each rank of tp has 2 key/value heads, so the all-to-all can share them over 2 ranks, unless heads are copied. A ring
-# takes any number of ranks.
-# </details>
-#
-# **4.** From lesson 10: with cp = 4, for which weights does a rank have only a part of the gradient? And with tp = 4
-# and sequence parallelism?
-#
-# <details><summary>Answer</summary>
-#
-# With cp all weights are shared by ranks that see different tokens, so all gradients are summed. With sequence
-# parallelism it is only what stands outside the products: norms, positions, and biases after a reduce-scatter.
+# Each rank of tp has 2 key/value heads, so the all-to-all can share them over 2 ranks. If key/value heads are copied,
+# the 8 query heads of each rank of tp are the limit, and cp may be 8. A ring takes any number of ranks.
 # </details>
 #
 # ## Recap
@@ -1075,10 +1284,13 @@ check("11.5", my_grid)
 # |---|---|---|
 # | merge of two blocks | weights e^(lse of the block)/e^(lse of both) | `parallel.attention_block.merge` |
 # | ring, forward | p - 1 messages of K and V; source = (rank - step) mod p | `parallel.context.RingAttention` |
-# | ring, backward | K and V go round once more, and dK, dV after them: 3 (p - 1) kv in all | `parallel.context.RingAttention` |
+# | ring, backward | K and V go round once more, and dK, dV in 32 bits after them: 4 (p - 1) kv in all | `parallel.context.RingAttention` |
+# | messages hide | parts of Φ/(g β) tokens; 1.2 times as many for backward, twice as many with zig-zag | |
 # | zig-zag | chunks r and 2p - 1 - r | `parallel.context.take_own` |
-# | gather | 2 (p - 1) kv, keeps all keys | `parallel.context.GatherAttention` |
-# | all-to-all | 2 (g + 1)(p - 1)/p kv with g query heads for each key/value head; needs heads | `comm.collectives.all_to_all` |
+# | packed documents | the same for each document, or blocks of tokens dealt by their work | |
+# | gather | 2 (p - 1) kv, keeps all keys, takes any mask | `parallel.context.GatherAttention` |
+# | all-to-all | 2 (1 + 1/g)(p - 1)/p of kv for g = 1; needs heads | `comm.collectives.all_to_all` |
+# | tp or cp | for the same memory a ring sends 0.8/g of the bytes of tp | |
 #
 # ## Sources
 #
@@ -1088,8 +1300,19 @@ check("11.5", my_grid)
 # - Brandon et al. 2023, *Striped Attention*, arXiv:2311.09431: balance under a causal mask. Zig-zag:
 #   <https://github.com/zhuzilin/ring-flash-attention>.
 # - Jacobs et al. 2023, *DeepSpeed Ulysses*, arXiv:2309.14509: the all-to-all.
-# - Llama Team 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783: the gather.
-# - Fang and Zhao 2024, *USP*, arXiv:2405.07719: all-to-all and ring together.
+# - Llama Team 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783: document masks (3.2), the gather (3.3.2), and the
+#   grids (table 4).
+# - Fang and Zhao 2024, *USP*, arXiv:2405.07719: all-to-all and ring together. Copied key/value heads:
+#   <https://github.com/NVlabs/VILA>, `_ExpandKVFunction`.
+# - Wang et al. 2025, *WLB-LLM*, arXiv:2503.17924 (OSDI 2025): each document dealt for itself, and when not.
+# - PyTorch 2.13, `torch/distributed/tensor/experimental/_context_parallel`, and the balancer's repair:
+#   <https://github.com/pytorch/pytorch/pull/189902>.
+# - torchtitan: <https://github.com/pytorch/torchtitan/pull/2144>, <https://github.com/pytorch/torchtitan/pull/4450>,
+#   and Llama 3.1 8B with cp in `benchmarks/llama3_h100_202412_torchtitan.md`, table 2.
+# - MaxText: <https://github.com/AI-Hypercomputer/maxtext/pull/4687>: ring, gather and Ulysses side by side.
+# - Shah et al. 2024, *FlashAttention-3*, arXiv:2407.08608: what both kernels reach on an H100.
+# - Subramanian et al. 2024, *Comprehensive Performance Modeling and System Design Insights for Foundation Models*,
+#   arXiv:2410.00273.
 
 # %%
 ranks.close()

@@ -29,7 +29,7 @@
 #
 # **Time**: 290 minutes, and 20 more for what is optional. Good places for a break are after sections 2, 4 and 6. If you
 # came for FSDP2 alone, take sections 1, 4 (without exercise 13.4), 5 and 7. **Needs**: lessons 01 (sections 2, 4 and
-# 6), 04 (sections 4 and 7), 05 (sections 2 and 3), 08 (section 2) and 09 (section 4).
+# 6), 04 (sections 4 and 7), 05 (sections 2 and 3), 08 (sections 2 and 5) and 09 (section 4).
 
 # %%
 import torch
@@ -904,8 +904,8 @@ print(f"NVLink {INSIDE / 1e9:.0f} GB/s, one network adapter {ADAPTER / 1e9:.0f} 
 #
 # Over several nodes it matters how many GPUs of each take part. What a node lacks has to come in from outside **once**,
 # whoever needs it there. If all eight GPUs of a node are in the group, it comes in by eight adapters at the same time,
-# an eighth by each, and goes on inside by NVLink. If only one GPU of each node is in the group, as with tensor
-# parallelism inside the nodes, it comes in by one adapter.
+# an eighth by each, and goes on inside by NVLink (lesson 08, section 5). If only one GPU of each node is in the group,
+# as with tensor parallelism inside the nodes, it comes in by one adapter.
 #
 # **Predict.** From how many tokens on is forward longer than the gather of a layer's weights, inside one node, and with
 # one GPU in each node? Over **full** nodes of eight, is it `"as many"` as inside one, `"twice as many"`, or `"eight

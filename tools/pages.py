@@ -3,6 +3,7 @@
 README.md                how long the course is, between two marks; the rest is written by hand
 COURSE.md                the table of the lessons and the short ways, between marks as well
 INSTRUCTORS.md           the schedules, between two marks as well
+book/guide/clusters.md   the rates of GPUs and links, between two marks
 docs/wrong_answers.md    what people get wrong in each exercise, and what the check tells them
 docs/questions.md        questions for the room, from the instructor's notes of the solutions
 
@@ -23,6 +24,8 @@ import jupytext
 
 from labcode import course as labcode_course
 from labcode.files import write_atomically
+from labcode.perf import cluster
+from labcode.units import GIB
 from tools import course_map
 from tools.course_map import Lesson
 
@@ -38,6 +41,9 @@ TABLE_BEGINS = "<!-- lessons: written by `make pages` -->"
 TABLE_ENDS = "<!-- end of lessons -->"
 WAYS_BEGIN = "<!-- ways: written by `make pages` -->"
 WAYS_END = "<!-- end of ways -->"
+GUIDE = "book/guide/clusters.md"
+RATES_BEGIN = "<!-- rates: written by `make pages` -->"
+RATES_END = "<!-- end of rates -->"
 ASKS = re.compile(r"(?:Ask|Ask the room|For the room): ")
 HOURS = re.compile(r"(<!-- hours -->).*?(<!-- end of hours -->)")
 MOST_WRONG = 8  # of an exercise: the first ones in the data
@@ -202,6 +208,52 @@ def with_hours(page: str, lessons: Sequence[Lesson]) -> str:
     return HOURS.sub(rf"\g<1>{len(lessons)} lessons take {hours:.0f} hours in all\g<2>", page)
 
 
+def with_rates(page: str) -> str:
+    """The guide with the table of rates that planner and lessons read."""
+    lines = [
+        "| GPU | peak, bfloat16 | a large product | a layer | memory | its bandwidth | source |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for name in cluster.gpu_names():
+        gpu = cluster.load_gpu(name)
+        dtype = "bfloat16" if "bfloat16" in gpu.peak_flops_per_s else "float16"
+        peak = gpu.peak_flops_per_s[dtype]
+        reached = [_share(gpu.matmul_share, dtype, peak), _share(gpu.layer_share, dtype, peak)]
+        cells = [
+            f"`{name}`",
+            f"{peak / 1e12:.0f} TFLOP/s" + ("" if dtype == "bfloat16" else f" ({dtype})"),
+            *reached,
+            f"{gpu.memory_bytes / GIB:.0f} GiB",
+            f"{gpu.memory_bytes_per_s / 1e12:.2f} TB/s",
+            gpu.source,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "| cluster | GPUs | in a node | inside a node | a GPU's share of the adapters | source |",
+        "|---|---|---:|---:|---:|---|",
+    ]
+    for name in cluster.cluster_names():
+        found = cluster.load_cluster(name)
+        cells = [
+            f"`{name}`",
+            f"`{found.gpu.name}`",
+            str(found.gpus_per_node),
+            f"{found.inside.beta_bytes_per_s / 1e9:.0f} GB/s",
+            f"{found.between.beta_bytes_per_s / 1e9:.4g} GB/s",
+            found.source,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return between(page, RATES_BEGIN, "\n".join(lines), RATES_END)
+
+
+def _share(shares: Mapping[str, float], dtype: str, peak: float) -> str:
+    """What is reached of the peak, or that nobody has measured it."""
+    if dtype not in shares:
+        return "not known"
+    return f"{shares[dtype] * peak / 1e12:.0f}"
+
+
 def between(page: str, begins: str, text: str, ends: str) -> str:
     """A page with this text between two marks.
 
@@ -329,10 +381,12 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     readme = (root / README).read_text(encoding="utf-8")
     course = (root / COURSE).read_text(encoding="utf-8")
     page = (root / PAGE).read_text(encoding="utf-8")
+    guide = (root / GUIDE).read_text(encoding="utf-8")
     return {
         README: with_hours(readme, lessons),
         COURSE: with_ways(with_table(course, lessons), lessons),
         PAGE: with_schedules(page, lessons),
+        GUIDE: with_rates(guide),
         WRONG: wrong_answers(answers(root), lessons, root),
         QUESTIONS: questions(lessons, root),
     }

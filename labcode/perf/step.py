@@ -1,7 +1,8 @@
 """How long a training step should take, from the shapes of model and grid alone.
 
 On a cluster: the plainest model there is. m micro-batches go through pp equal stages; each stage
-computes, takes part in all-reduces and sends; nothing overlaps. Nothing is run here:
+computes, takes part in all-reduces and sends; nothing overlaps but, where it is asked for, the
+messages of data parallelism. Nothing is run here:
 `teach.labs.emulate` runs such a step and measures it.
 
 On one device (`device_step`): three numbers of the device. Matrix products take their FLOPs at the
@@ -11,18 +12,22 @@ make the step faster.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from labcode.config import GPTConfig, ViTConfig
 from labcode.perf import alpha_beta
 from labcode.perf.alpha_beta import Link
 from labcode.perf.flops import training_flops_per_sample
 from labcode.perf.pipeline import Bar, StageTimes, Timeline, simulate
+from labcode.perf.two_level import Placement, link_over
 from labcode.schedules import schedule
 from labcode.topology import GridShape
 
 VALUE_BYTES = 4  # float32
+BACKWARD = 2 / 3  # its share of the FLOPs
 
 
 @dataclass(frozen=True)
@@ -42,13 +47,26 @@ class ClusterModel:
     ranks_per_node: int = 2
 
     def link(self, members: Sequence[int]) -> Link:
-        """The slowest link that a message within these global ranks has to cross."""
-        nodes = {rank // self.ranks_per_node for rank in members}
-        return self.inside if len(nodes) == 1 else self.between
+        """How fast these global ranks are as a group, by the rule of two levels."""
+        of_nodes = Counter(rank // self.ranks_per_node for rank in members)
+        return link_over(self.inside, self.between, Placement(len(members), max(of_nodes.values())))
+
+    def message_link(self, members: Sequence[int]) -> Link:
+        """The slowest link from one of these global ranks to the next."""
+        links = [self.link(pair) for pair in itertools.pairwise(members)]
+        return max(links, key=_slowness, default=self.inside)
+
+
+DataParallel = Literal["plain", "overlapped", "sharded"]
 
 
 def iteration_parts(
-    model: GPTConfig, shape: GridShape, global_batch: int, micro_batch: int, cluster: ClusterModel
+    model: GPTConfig,
+    shape: GridShape,
+    global_batch: int,
+    micro_batch: int,
+    cluster: ClusterModel,
+    data_parallel: DataParallel = "plain",
 ) -> dict[str, float]:
     """The seconds of a step by the plain model, as {"compute", "tp", "pp", "bubble", "dp"}.
 
@@ -59,6 +77,13 @@ def iteration_parts(
                                                                 over dp
         act                          micro-batch * tokens * hidden * 4 bytes
 
+    What of the all-reduce over dp is left of its own time depends on `data_parallel`:
+
+        plain        all of it
+        overlapped   what is longer than 2/3 c, the backward of the last micro-batch
+        sharded      in each micro-batch, what two all-gathers of the weights and a reduce-scatter
+                     of the gradients need beyond c + t                               (pp = 1)
+
     The bubble is the share of pp - 1 in it. Embedding and head make the 2, one on the first and one
     on the last stage, so it is exact for pp up to 2. The loss and its small messages are left out.
 
@@ -68,7 +93,16 @@ def iteration_parts(
         global_batch: Samples of a step over all ranks.
         micro_batch: Samples that go through the pipeline at once.
         cluster: Its speeds; ranks fill its nodes in order.
+        data_parallel: How the ranks of dp share the work: see above.
+
+    Raises:
+        ValueError: Sharded in a pipeline, where the weights would travel in each micro-batch.
     """
+    if data_parallel == "sharded" and shape.pp > 1:
+        raise ValueError(
+            f'pp={shape.pp} and "sharded": the weights would be gathered for each micro-batch; '
+            'take pp=1, or "overlapped"'
+        )
     num_microbatches = global_batch // (micro_batch * shape.dp)
     act = micro_batch * model.context_length * model.hidden_size * VALUE_BYTES
     model_ranks = shape.tp * shape.pp
@@ -76,17 +110,24 @@ def iteration_parts(
     flops = training_flops_per_sample(model) * micro_batch
     compute_s = flops / model_ranks / cluster.flops_per_s
 
-    tp_link = _slowest(cluster, shape.groups("tp"))
+    tp_link = cluster.link(shape.groups("tp")[0])
     all_reduces = (4 * model.num_layers + 2) / shape.pp
     tp_s = all_reduces * alpha_beta.time_s("all_reduce", shape.tp, act, tp_link)
 
     pp_s = 0.0
     if shape.pp > 1:
-        pp_s = alpha_beta.time_s("send", 2, act, _slowest(cluster, shape.groups("pp")))
+        pp_s = alpha_beta.time_s("send", 2, act, cluster.message_link(shape.groups("pp")[0]))
 
-    dp_link = _slowest(cluster, shape.groups("dp"))
-    gradient_bytes = model.num_parameters / model_ranks * VALUE_BYTES
-    dp_s = alpha_beta.time_s("all_reduce", shape.dp, gradient_bytes, dp_link)
+    own_bytes = model.num_parameters / model_ranks * VALUE_BYTES
+    dp_link = cluster.link(shape.groups("dp")[0])
+    reduce_s = alpha_beta.time_s("all_reduce", shape.dp, own_bytes, dp_link)
+    if data_parallel == "plain":
+        dp_s = reduce_s
+    elif data_parallel == "overlapped":
+        dp_s = max(0.0, reduce_s - BACKWARD * compute_s)
+    else:
+        # two all-gathers and a reduce-scatter, half an all-reduce each
+        dp_s = num_microbatches * max(0.0, 1.5 * reduce_s - compute_s - tp_s)
 
     return {
         "compute": num_microbatches * compute_s,
@@ -131,15 +172,6 @@ def time_line(
         stop_s = bar.stop_s - send_s(bar.action.kind, bar.action.stage)
         bars.append(bar._replace(stop_s=stop_s))
     return Timeline(tuple(bars))
-
-
-def _slowest(cluster: ClusterModel, groups: Sequence[Sequence[int]]) -> Link:
-    """Of all links between neighbours on the rings of these groups."""
-    links = []
-    for group in groups:
-        for pair in itertools.pairwise([*group, group[0]]):
-            links.append(cluster.link(pair))
-    return max(links, key=_slowness)
 
 
 def _slowness(link: Link) -> float:

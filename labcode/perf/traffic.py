@@ -55,7 +55,7 @@ def step_traffic(
     context_attention: str = "ring",
     value_bytes: int = 2,
     gradient_bytes: int = 4,
-    scatter_gather: bool = False,
+    sequence_parallel: bool = False,
 ) -> dict[str, Traffic]:
     """The traffic of one optimizer step along each axis, all micro-batches together.
 
@@ -79,10 +79,10 @@ def step_traffic(
     It has its merits all the same: it holds two parts of K and V where the all-gather holds all of
     them, and the parts travel while a block is computed.
 
-    Every rank of tp holds the whole act, so each of them sends all of it to its counterpart in the
-    next stage. With `scatter_gather` each sends its own 1/tp of it, and an all-gather over tp makes
-    it whole again on the other side: forward in all stages but the first, backward in all but the
-    last.
+    Without sequence parallelism every rank of tp holds the whole act between layers, so each of
+    them sends all of it to its counterpart in the next stage. With it a rank holds 1/tp of the
+    tokens there and sends those alone. Each all-reduce of tp is then a reduce-scatter and an
+    all-gather, which send as many bytes.
 
     Left out: token embedding, loss and norm of the gradient, which are small beside these. Weights
     count as if tp and pp cut them evenly.
@@ -94,7 +94,7 @@ def step_traffic(
         context_attention: How attention works over cp, "ring" or "all_gather".
         value_bytes: Of one activation.
         gradient_bytes: Of one gradient when it is summed.
-        scatter_gather: Whether the ranks of tp share what goes to the next stage.
+        sequence_parallel: Whether the ranks of tp share out the tokens between layers.
 
     Returns:
         `{"tp": traffic, "cp": ..., "pp": ..., "dp": ...}`.
@@ -102,9 +102,10 @@ def step_traffic(
     Raises:
         ValueError: An axis that does not divide what it cuts, or an unknown `context_attention`.
 
-    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 3, for tp, pp and dp, and section 4.1
-        for `scatter_gather`; Llama Team 2024 (arXiv:2407.21783), section 3.3.2, for cp by
-        all-gather; Liu et al. 2023 (arXiv:2310.01889) for the ring.
+    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 3, for tp, pp and dp; Korthikanti et
+        al. 2022 (arXiv:2205.05198), section 4.2.2, for `sequence_parallel`; Llama Team 2024
+        (arXiv:2407.21783), section 3.3.2, for cp by all-gather; Liu et al. 2023 (arXiv:2310.01889)
+        for the ring.
     Held by: tests/unit/test_traffic.py; cp against measured bytes by
         tests/ranks/test_context_traffic.py; lesson 08 counts tp and dp in a real step.
     """
@@ -115,14 +116,9 @@ def step_traffic(
     kv_numbers = 2 * samples * model.context_length * model.kv_heads // shape.tp * model.head_size
     kv_bytes = layers * _kv_bytes(context_attention, kv_numbers, value_bytes)
     gradients = model.num_parameters / (shape.tp * shape.pp) * gradient_bytes
-    inside_layers: Traffic = _over_rings("all_reduce", shape.groups("tp"), 4 * layers * act)
-    sent_on = act
-    if scatter_gather:
-        sent_on = act / shape.tp
-        for link, num_bytes in _made_whole(shape, act).items():
-            inside_layers[link] = inside_layers.get(link, 0) + num_bytes
+    sent_on = act / shape.tp if sequence_parallel else act
     return {
-        "tp": inside_layers,
+        "tp": _over_rings("all_reduce", shape.groups("tp"), 4 * layers * act),
         "cp": _over_rings("all_gather", shape.groups("cp"), kv_bytes),
         "pp": _between_stages(shape, sent_on),
         "dp": _over_rings("all_reduce", shape.groups("dp", "cp"), gradients),
@@ -163,18 +159,6 @@ def _between_stages(shape: GridShape, act: float) -> Traffic:
             traffic[stage, following] = act  # activations forward
             traffic[following, stage] = act  # gradients backward
     return traffic
-
-
-def _made_whole(shape: GridShape, act: float) -> Traffic:
-    """The all-gathers over tp of what came from another stage in parts."""
-    gathered = []
-    for group in shape.groups("tp"):
-        stage = shape.coords(group[0])["pp"]
-        if stage > 0:  # activations, from the stage before
-            gathered.append(group)
-        if stage < shape.pp - 1:  # gradients, from the stage after
-            gathered.append(group)
-    return _over_rings("all_gather", gathered, act)
 
 
 def _over_rings(collective: str, groups: Iterable[list[int]], message_bytes: float) -> Traffic:

@@ -12,7 +12,7 @@ adapters reach n/k times it: 8 there, and hardly less on many nodes.
 
 Source: nccl-tests, doc/PERFORMANCE.md, for bus bandwidth; the rule follows from counting the bytes
     that leave a node.
-Held by: tests/unit/test_two_level.py
+Held by: tests/unit/test_two_level.py; by messages on paced links, in lesson 08, section 5
 """
 
 import functools
@@ -87,18 +87,23 @@ def places(shape: GridShape, gpus_per_node: int) -> Places:
 
 @functools.lru_cache(maxsize=65536)
 def group_link(cluster: Cluster, place: Placement) -> Link:
-    """The link that a ring over the group would need between neighbours to be as fast.
+    """The link that a ring over the group would need between neighbours to be as fast."""
+    return link_over(cluster.inside, cluster.between, place)
+
+
+def link_over(inside: Link, between: Link, place: Placement) -> Link:
+    """As `group_link`, of two links.
 
     alpha is the mean over the ring: k of its n messages cross the network.
     """
     if place.nodes == 1:
-        return cluster.inside
+        return inside
     ranks = place.ranks
     crossing = place.nodes / ranks
-    alpha_s = (1 - crossing) * cluster.inside.alpha_s + crossing * cluster.between.alpha_s
-    beta = cluster.between.beta_bytes_per_s * (ranks - 1) / (place.nodes - 1)
+    alpha_s = (1 - crossing) * inside.alpha_s + crossing * between.alpha_s
+    beta = between.beta_bytes_per_s * (ranks - 1) / (place.nodes - 1)
     # one rank a node: its own share of the adapters, and nothing inside
-    limit = cluster.inside.beta_bytes_per_s if place.per_node > 1 else math.inf
+    limit = inside.beta_bytes_per_s if place.per_node > 1 else math.inf
     return Link(alpha_s, min(beta, limit))
 
 

@@ -195,6 +195,34 @@ def _steps(way: ToLoss) -> float:
     return way.steps
 
 
+def good_rates(
+    rows: Sequence[Row], target: float, *, slack: float = 1.1, of: str = "val_losses"
+) -> dict[int, list[float]]:
+    """{batch: rates that need at most `slack` times the steps of the best one}, both ascending.
+
+    The best rate of a grid says more than a sweep knows: its neighbour is often nearly as good.
+
+    Args:
+        rows: Of one sweep; a rate counts where all of its seeds reach the loss.
+        target: The loss.
+        slack: Times the fewest steps of the batch, means over the seeds.
+        of: "val_losses", or "losses" of training.
+
+    Held by: tests/unit/test_sweep_table.py::test_good_rates_are_nearly_as_fast_as_the_best
+    """
+    means: dict[int, dict[float, float]] = {}
+    for (batch, lr), same in sorted(grouped(rows).items()):
+        counts = [steps_to(row, target, of=of) for row in same]
+        steps = [count for count in counts if count is not None]
+        if len(steps) == len(same):
+            means.setdefault(batch, {})[lr] = statistics.fmean(steps)
+    good = {}
+    for batch, by_rate in means.items():
+        most = slack * min(by_rate.values())
+        good[batch] = [lr for lr, steps in by_rate.items() if steps <= most]
+    return good
+
+
 def grouped(rows: Iterable[Row]) -> dict[tuple[int, float], list[Row]]:
     """{(batch, lr): its runs, one for each seed}."""
     found: dict[tuple[int, float], list[Row]] = {}

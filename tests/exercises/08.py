@@ -2,15 +2,14 @@
 
 import itertools
 import math
-from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from answers import Answers, changed
 
-from labcode.perf.traffic import step_traffic
-from labcode.topology import AXES, GridShape
+from labcode.teach.labs import l08_nodes
+from labcode.topology import GridShape
 
 # ---- 8.1 coordinates
 
@@ -303,142 +302,131 @@ CONNECT = Answers(
     },
 )
 
-# ---- 8.4 the best order
+# ---- 8.4 an all-reduce in two levels
 
 
-def crossing_by_nodes(sent, ranks_per_node):
-    """Looks the node of each rank up in a list of nodes."""
-    last = max(max(link) for link in sent) if sent else 0
-    node_of = [rank // ranks_per_node for rank in range(last + 1)]
-    return sum(sent[link] for link in sent if node_of[link[0]] != node_of[link[1]])
+def levels_with_all_to_all(x, inside, between):
+    """The parts of the node by hand: exchanged, added up, and exchanged back."""
+    g = inside.size()
+    parts = [torch.empty_like(part) for part in x.chunk(g)]
+    dist.all_to_all(parts, list(x.chunk(g)), group=inside)
+    own = torch.stack(parts).sum(0)
+    dist.all_reduce(own, group=between)
+    back = [torch.empty_like(own) for _ in range(g)]
+    dist.all_gather(back, own, group=inside)
+    return torch.cat(back)
 
 
-def crossing_with_numpy(sent, ranks_per_node):
-    links = np.array(list(sent), dtype=int).reshape(-1, 2) // ranks_per_node
-    return float(np.array(list(sent.values()))[links[:, 0] != links[:, 1]].sum())
+def levels_with_an_all_reduce_inside(x, inside, between):
+    """More than is needed inside the node, and as little as possible between the nodes."""
+    total = x.clone()
+    dist.all_reduce(total, group=inside)
+    parts = list(total.chunk(dist.get_world_size(inside)))
+    own = parts[dist.get_rank(inside)].clone()
+    dist.all_reduce(own, group=between)
+    dist.all_gather(parts, own, group=inside)
+    return total
 
 
-def best_with_a_dictionary(model, shape, ranks_per_node, global_batch):
-    bytes_of = {}
-    for axes in itertools.permutations(["dp", "pp", "cp", "tp"]):
-        order = f"{axes[0]}-{axes[1]}-{axes[2]}-{axes[3]}"
-        ordered = GridShape(shape.dp, shape.pp, shape.cp, shape.tp, order)
-        traffic = step_traffic(model, ordered, global_batch=global_batch)
-        bytes_of[order] = sum(crossing_by_nodes(traffic[axis], ranks_per_node) for axis in axes)
-    return min(bytes_of, key=lambda order: bytes_of[order])
+def levels_asynchronously(x, inside, between):
+    own = torch.zeros(len(x) // inside.size(), dtype=x.dtype)
+    work = dist.reduce_scatter(own, list(x.chunk(inside.size())), group=inside, async_op=True)
+    work.wait()
+    work = dist.all_reduce(own, group=between, async_op=True)
+    work.wait()
+    whole = torch.empty_like(x)
+    dist.all_gather(list(whole.chunk(inside.size())), own, group=inside)
+    return whole
 
 
-def best_by_sorting(model, shape, ranks_per_node, global_batch):
-    pairs = []
-    for axes in itertools.permutations(AXES):
-        order = "-".join(axes)
-        ordered = replace(shape, order=order)
-        crossing = 0
-        for sent in step_traffic(model, ordered, global_batch=global_batch).values():
-            for (sender, receiver), num_bytes in sent.items():
-                if sender // ranks_per_node != receiver // ranks_per_node:
-                    crossing += num_bytes
-        pairs.append((crossing, order))
-    pairs.sort()
-    return pairs[0][1]
+def levels_by_a_tree_between(x, inside, between):
+    """Between the nodes to the first of them and back, as a tree of two levels would."""
+    own = torch.empty_like(x.chunk(inside.size())[0])
+    dist.reduce_scatter(own, list(x.chunk(inside.size())), group=inside)
+    parts = [torch.empty_like(part) for part in own.tensor_split(between.size())]
+    mine = parts[between.rank()]
+    dist.reduce_scatter(mine, list(own.tensor_split(between.size())), group=between)
+    dist.all_gather(parts, mine, group=between)
+    whole = torch.empty_like(x)
+    dist.all_gather(list(whole.chunk(inside.size())), torch.cat(parts), group=inside)
+    return whole
 
 
-CROSSES = "if node_of_sender != node_of_receiver"
-ADD = "total += my_crossing(sent, ranks_per_node)"
-TRAFFIC = "step_traffic(model, ordered, global_batch=global_batch)"
-OF_TWO_AXES = f"""traffic = {TRAFFIC}
-        for sent in (traffic["tp"], traffic["dp"]):"""
-CP_LAST = """if not order.endswith("cp"):
-            continue
-        ordered ="""
+SCATTER = "dist.reduce_scatter(own, list(x.chunk(g)), group=inside)"
+BETWEEN = "dist.all_reduce(own, group=between)"
+GATHER = "dist.all_gather(list(total.chunk(g)), own, group=inside)"
 
-BEST = Answers(
-    solves=("my_crossing", "best_order"),
-    takes_ranks=False,
+
+def whole_sums_between(x, inside, between):
+    total = x.clone()
+    dist.all_reduce(total, group=inside)
+    dist.all_reduce(total, group=between)
+    return total
+
+
+def flat(x, inside, between):
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def in_place(x, inside, between):
+    dist.all_reduce(x, group=inside)
+    own = x.chunk(inside.size())[inside.rank()].clone()
+    dist.all_reduce(own, group=between)
+    dist.all_gather(list(x.chunk(inside.size())), own, group=inside)
+    return x
+
+
+LEVELS = Answers(
+    solves="all_reduce_in_two_levels",
     right={
-        "a dictionary": (crossing_by_nodes, best_with_a_dictionary),
-        "sorted pairs": (crossing_with_numpy, best_by_sorting),
+        "all-to-all": levels_with_all_to_all,
+        "an all-reduce inside": levels_with_an_all_reduce_inside,
+        "asynchronous": levels_asynchronously,
+        "reduce-scatter and all-gather between": levels_by_a_tree_between,
     },
     wrong={
-        "by distance": (
-            changed(f"{CROSSES} => if abs(sender - receiver) >= ranks_per_node"),
-            "on which node is each rank",
-        ),
-        "what stays": (
-            changed(f"{CROSSES} => if node_of_sender == node_of_receiver"),
-            "stay inside the nodes",
-        ),
-        "one way only": (
-            changed(f"{CROSSES} => if node_of_sender < node_of_receiver"),
-            "on which node is each rank",
-        ),
-        "all links": (
-            changed(f"{ADD} => total += sum(sent.values())"),
-            "does each order get a grid",
-        ),
-        "the largest axis": (
-            changed(f"{ADD} => total = max(total, my_crossing(sent, ranks_per_node))"),
-            "all axes count together",
-        ),
-        "the worst": (
-            changed("total < fewest => total > fewest", 'float("inf") => -1'),
-            "the worst of all",
-        ),
-        "always the usual one": (
-            changed('return best => return "tp-cp-dp-pp"'),
-            "whatever is asked",
-        ),
-        "replace forgotten": (
-            changed("step_traffic(model, ordered => step_traffic(model, shape"),
-            "whatever is asked",
-        ),
-        "cp last": (changed(f"ordered = => {CP_LAST}"), "ends with cp"),
-        "tp and dp alone": (
-            changed(f"for sent in {TRAFFIC}.values(): => {OF_TWO_AXES}"),
-            "do all axes count",
-        ),
-        "scatter/gather": (
-            changed("=global_batch => =global_batch, scatter_gather=True"),
-            "the whole of act is sent",
-        ),
-        "activations of 4 bytes": (
-            changed("=global_batch => =global_batch, value_bytes=4"),
-            "with value_bytes=4",
-        ),
-        "gradients of 2 bytes": (
-            changed("=global_batch => =global_batch, gradient_bytes=2"),
-            "with gradient_bytes=2",
-        ),
-        "the model of the notebook": (
-            changed('step_traffic(model => step_traffic(gpt_shape("gpt_7b")'),
-            "the argument `model`",
-        ),
-        "another batch": (changed("=global_batch => =8"), "the batch and the node size"),
-        "nodes of 8": (
-            changed("+= my_crossing(sent, ranks_per_node) => += my_crossing(sent, 8)"),
-            "between nodes, another order",
-        ),
-        "a tuple": (
-            changed('return best => return tuple(best.split("-"))'),
-            "names all four axes",
-        ),
-        "the bytes": (changed("return best => return fewest"), "the order is asked for"),
-        "every link counts": (changed(f"{CROSSES} => if True"), "on which node is each rank"),
-        "the argument emptied": (
+        "whole sums between": (whole_sums_between, "B are enough"),
+        "a flat all-reduce": (flat, "several ranks of several nodes"),
+        "groups exchanged": (
             changed(
-                "in sent.items(): => in list(sent.items()):\n        del sent[sender, receiver]"
+                "g = inside.size() => inside, between = between, inside\n    g = inside.size()"
             ),
-            "it has changed `sent`",
+            "B are enough",
         ),
-        "across_nodes": (
-            changed("return total => return across_nodes(sent, ranks_per_node)"),
-            "labcode's own answer",
+        "nothing between": (changed(f"{BETWEEN} => pass"), "the sum over the ranks of its own"),
+        "no gather": (changed("return total => return own"), "expected is [24]"),
+        "gather forgotten": (changed(f"{GATHER} => total.zero_()"), "away from the right one"),
+        "only its own part": (
+            changed(f"{GATHER} => total.chunk(g)[inside.rank()].copy_(own)"),
+            "of its 2 parts are right",
         ),
-        "across_nodes within": (
-            changed(f"{ADD} => total += across_nodes(sent, ranks_per_node)"),
-            "labcode's own answer",
+        "parts in another order": (
+            changed("list(total.chunk(g)) => list(total.chunk(g))[::-1]"),
+            "on rank 0",
         ),
-        "None": ((crossing_by_nodes, None), "best_order is None"),
+        "the mean": (
+            changed(
+                f"{BETWEEN} => {BETWEEN}\n    own /= g * between.size()",
+            ),
+            "0.25 times the sum",
+        ),
+        "inside alone": (
+            changed(f"{BETWEEN} => dist.all_reduce(own, group=inside)"),
+            "on rank 0",
+        ),
+        "in place": (in_place, "it has changed x"),
+        "nothing returned": (changed("return total => pass"), "None"),
+        "not waited for": (
+            changed("own, group=between => own, group=between, async_op=True"),
+            "",
+        ),
+        "only a rank of each node": (
+            changed(f"{BETWEEN} => if inside.rank() == 0:\n        {BETWEEN}"),
+            "of its 2 parts are right",
+        ),
+        "labcode's": (l08_nodes.two_levels, ""),
     },
 )
 
@@ -448,8 +436,12 @@ DESIGN = Answers(
     solves="my_grid",
     takes_ranks=False,
     right={
+        "pipeline and dp": GridShape(dp=16, pp=4),
+        "two stages": GridShape(dp=32, pp=2),
+        "a little tp": GridShape(dp=32, tp=2),
+        "three axes": GridShape(dp=16, pp=2, tp=2),
         "pipeline alone": GridShape(dp=8, pp=8),
-        "pipeline and context": GridShape(dp=4, pp=8, cp=2),
+        "pipeline and context": GridShape(dp=16, pp=2, cp=2),
     },
     wrong={
         "tp fills the node": (GridShape(dp=8, tp=8), "most of it is spent by tp, inside the node"),
@@ -462,11 +454,11 @@ DESIGN = Answers(
         "a tuple": ((8, 8, 1, 1), "is not a GridShape"),
         "None": (None, "my_grid is None"),
         "stages of unequal depth": (GridShape(dp=4, pp=16), "not divisible by pp=16"),
-        "Llama's order": (
-            GridShape(dp=4, pp=8, tp=2, order="tp-cp-pp-dp"),
-            "in another order dp spends 0.011 s",
+        "much tp": (GridShape(dp=16, tp=4), "above 0.3 s"),
+        "tp slowest": (
+            GridShape(dp=16, pp=2, tp=2, order="dp-pp-cp-tp"),
+            "in another order",
         ),
-        "much dp": (GridShape(dp=16, pp=4), "above 0.45 s"),
     },
 )
 
@@ -474,6 +466,6 @@ ANSWERS = {
     "8.1": COORDS,
     "8.2": GROUPS,
     "8.3": CONNECT,
-    "8.4": BEST,
+    "8.4": LEVELS,
     "8.5": DESIGN,
 }

@@ -8,7 +8,6 @@ from answers import Answers, changed
 
 from labcode.comm import ring
 from labcode.parallel.attention_block import PLAIN, merge
-from labcode.topology import GridShape
 
 # ---- 11.1 the merge
 
@@ -564,35 +563,117 @@ DEAL = Answers(
     },
 )
 
-# ---- 11.5 a grid
+# ---- 11.5 packed documents
 
-GRID = Answers(
-    solves="my_grid",
+
+def by_tokens(lengths, p):
+    """Token by token: the tokens sorted by what they see, dealt forth and back."""
+    seen = []
+    start = 0
+    for length in lengths:
+        seen += [(position, start + position) for position in range(length)]
+        start += length
+    shares = [[] for _ in range(p)]
+    for place, (_, token) in enumerate(sorted(seen)):
+        turn, rank = divmod(place, p)
+        shares[rank if turn % 2 == 0 else p - 1 - rank].append((token, token + 1))
+    return shares
+
+
+def from_the_middle(lengths, p):
+    """The two chunks of each document that `p - 1 - rank` and `p + rank` name, as ranges."""
+    shares = []
+    for rank in range(p):
+        pieces = []
+        start = 0
+        for length in lengths:
+            size = length // (2 * p)
+            for chunk in (p - 1 - rank, p + rank):
+                first = start + chunk * size
+                pieces.append(range(first, first + size))
+            start += length
+        shares.append(pieces)
+    return tuple(shares)
+
+
+def contiguous(lengths, p):
+    size = sum(lengths) // p
+    return [[(rank * size, (rank + 1) * size)] for rank in range(p)]
+
+
+def zigzag_of_the_sequence(lengths, p):
+    size = sum(lengths) // (2 * p)
+    shares = []
+    for rank in range(p):
+        chunks = (rank, 2 * p - 1 - rank)
+        shares.append([(chunk * size, (chunk + 1) * size) for chunk in chunks])
+    return shares
+
+
+def whole_documents(lengths, p):
+    shares = [[] for _ in range(p)]
+    start = 0
+    for number, length in enumerate(lengths):
+        shares[number % p].append((start, start + length))
+        start += length
+    return shares
+
+
+CHUNKS_OF_DOCUMENT = "for chunk in (rank, 2 * p - 1 - rank):"
+PIECE = "shares[rank].append((first, first + size))"
+NEXT = "start += length"
+SHARES = "return shares"
+
+DOCUMENTS = Answers(
+    solves="my_shares",
     takes_ranks=False,
     right={
-        "dp second": GridShape(dp=4, cp=2, tp=8, order="tp-dp-cp-pp"),
-        "pp second": GridShape(dp=4, cp=2, tp=8, order="tp-pp-cp-dp"),
+        "token by token": by_tokens,
+        "from the middle, as ranges": from_the_middle,
+        "late chunk first": changed(
+            f"{CHUNKS_OF_DOCUMENT} => for chunk in (2 * p - 1 - rank, rank):"
+        ),
+        "pieces as slices": changed(f"{PIECE} => shares[rank].append(slice(first, first + size))"),
     },
     wrong={
-        "no tp": (GridShape(dp=8, cp=8), "weights: which axis"),
-        "no cp": (GridShape(dp=8, tp=8), "activations: which axis"),
-        "tp over two nodes": (GridShape(dp=4, tp=16), "most of it is tp"),
-        "tp slowest": (
-            GridShape(dp=4, cp=2, tp=8, order="pp-dp-cp-tp"),
-            "whose groups lie on several nodes",
+        "contiguous": (contiguous, "times a fair share of the scores"),
+        "zig-zag of the whole sequence": (
+            zigzag_of_the_sequence,
+            "rank 3 computes 1.59 times a fair share",
         ),
-        "cp before tp": (
-            GridShape(dp=4, cp=2, tp=8, order="cp-tp-dp-pp"),
-            "most of it is tp, whose groups lie on several nodes",
+        "each document contiguous": (
+            changed(f"{CHUNKS_OF_DOCUMENT} => for chunk in (2 * rank, 2 * rank + 1):"),
+            "times a fair share of the scores",
         ),
-        "long rings": (GridShape(cp=8, tp=8), "most of it is cp"),
-        "too few": (GridShape(cp=2, tp=8), "there are 64 GPUs"),
-        "too many copies": (GridShape(dp=16, tp=4), "dp = 16 does not divide the 8"),
-        "a pipeline": (GridShape(dp=2, pp=2, cp=2, tp=8), "pp is 2"),
-        "nothing": (None, "my_grid is None"),
-        "more ranks than heads": (GridShape(tp=64), "num_heads=32"),
-        "a dict": ({"dp": 4, "cp": 2, "tp": 8}, "is not a GridShape"),
+        "whole documents": (whole_documents, "their activations are uneven"),
+        "two of p chunks": (
+            changed("2 * p) => p)"),
+            "is no part of the tokens 0 to 23",
+        ),
+        "every document at the start": (
+            changed(f"{NEXT} => pass"),
+            "is dealt to rank 0 and rank 0",
+        ),
+        "one chunk of a document": (
+            changed(f"{CHUNKS_OF_DOCUMENT} => for chunk in (rank,):"),
+            "12 of the 24 tokens belong to no rank, the first of them is token 12",
+        ),
+        "the last token left out": (
+            changed(f"{PIECE} => shares[rank].append((first, first + size - 1))"),
+            "tokens belong to no rank, the first of them is token 3",
+        ),
+        "one list for all ranks": (
+            changed("[[] for _ in range(p)] => [[]] * p"),
+            "is dealt to rank 0 and rank 1",
+        ),
+        "edges by /": (changed("// ( => / ("), "two whole numbers"),
+        "tokens in place of pieces": (
+            changed(f"{PIECE} => shares[rank].extend(range(first, first + size))"),
+            "a piece is (start, stop)",
+        ),
+        "the shares of one rank": (changed(f"{SHARES} => return shares[0]"), "one for each rank"),
+        "no return": (changed(f"{SHARES} => pass"), "it returned None"),
     },
 )
 
-ANSWERS = {"11.1": MERGE, "11.2": FORWARD, "11.3": BACKWARD, "11.4": DEAL, "11.5": GRID}
+ANSWERS = {"11.1": MERGE, "11.2": FORWARD, "11.3": BACKWARD, "11.4": DEAL, "11.5": DOCUMENTS}

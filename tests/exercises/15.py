@@ -1,5 +1,6 @@
 """Answers to the exercises of lesson 15, hybrid training."""
 
+import itertools
 from pathlib import Path
 
 from answers import Answers, changed
@@ -102,7 +103,8 @@ def iteration_from_the_last(model, shape, global_batch, micro_batch, cluster):
     """Takes all layers' all-reduces one by one."""
     value_bytes = 4
     act = value_bytes * micro_batch * model.hidden_size * model.context_length
-    links = {axis: cluster.link(shape.groups(axis)[-1]) for axis in ("tp", "pp", "dp")}
+    links = {axis: cluster.link(shape.groups(axis)[-1]) for axis in ("tp", "dp")}
+    links["pp"] = cluster.message_link(shape.groups("pp")[-1])
     one = alpha_beta.time_s("all_reduce", shape.tp, act, links["tp"])
     seconds = 0
     for _ in range(model.num_layers):
@@ -132,7 +134,7 @@ def iteration_by_hand(model, shape, global_batch, micro_batch, cluster):
     turn_s = flops / (cluster.flops_per_s * shape.size("tp", "pp"))
     turn_s += (2 + 4 * model.num_layers) * ring_s("tp", act) / shape.pp
     if shape.pp > 1:
-        link = cluster.link(shape.groups("pp")[-1])
+        link = cluster.message_link(shape.groups("pp")[-1])
         turn_s += link.alpha_s + act / link.beta_bytes_per_s
     turns = global_batch // shape.dp // micro_batch - 1 + shape.pp
     return turn_s * turns + ring_s("dp", 4 * model.num_parameters / shape.size("tp", "pp"))
@@ -143,7 +145,7 @@ TURN = "(compute_s + tp_s + pp_s)"
 TOTAL = f"{TURNS} * {TURN} + dp_s"
 ALL_REDUCES = "(4 * model.num_layers + 2) / shape.pp"
 TP_LINK = 'cluster.link(shape.groups("tp")[0])'
-PP_LINK = 'cluster.link(shape.groups("pp")[0])'
+PP_LINK = 'cluster.message_link(shape.groups("pp")[0])'
 DP_LINK = 'cluster.link(shape.groups("dp")[0])'
 PARTS = "step.iteration_parts(model, shape, global_batch, micro_batch, cluster)"
 
@@ -184,6 +186,18 @@ ITERATION = Answers(
         "tp between, always": (
             changed(f"{TP_LINK} => cluster.between"),
             "point 2, tp: some tp groups",
+        ),
+        "tp by one link": (
+            changed(f"{TP_LINK} => cluster.message_link(shape.groups('tp')[0])"),
+            "point 2, tp: a collective uses all adapters",
+        ),
+        "a message by all adapters": (
+            changed(f"{PP_LINK} => cluster.link(shape.groups('pp')[0])"),
+            "from one rank to one other",
+        ),
+        "gradients by one link": (
+            changed(f"{DP_LINK} => cluster.message_link(shape.groups('dp')[0])"),
+            "point 5, dp: a collective uses all adapters",
         ),
         "no message": (
             changed(f"{TURN} => (compute_s + tp_s)"),
@@ -294,55 +308,114 @@ def best_over_divisors(model, world, global_batch, micro_batch, cluster, room_by
             tp = world // (dp * pp)
             if dp * pp * tp != world or model.num_layers % pp or model.num_heads % max(tp, 1):
                 continue
-            if global_batch % (micro_batch * dp) == 0:
-                shape = GridShape(dp, pp, 1, tp)
-                if 16 * model.num_parameters <= room_bytes * tp * pp:
-                    parts = step.iteration_parts(model, shape, global_batch, micro_batch, cluster)
-                    times[shape] = sum(parts.values())
-    return min(times, key=lambda shape: times[shape])
+            if global_batch % (micro_batch * dp):
+                continue
+            shape = GridShape(dp, pp, 1, tp)
+            case = (model, shape, global_batch, micro_batch, cluster)
+            if 16 * model.num_parameters <= room_bytes * tp * pp:
+                times[shape, "overlapped"] = sum(step.iteration_parts(*case, "overlapped").values())
+            if pp == 1 and 16 * model.num_parameters <= room_bytes * tp * dp:
+                times[shape, "sharded"] = sum(step.iteration_parts(*case, "sharded").values())
+    return min(times, key=lambda layout: times[layout])
+
+
+def best_by_sorting(model, world, global_batch, micro_batch, cluster, room_bytes):
+    """All that is thinkable, and then what breaks no rule."""
+    found = []
+    powers = [2**k for k in range(world.bit_length())]
+    for tp, pp, how in itertools.product(powers, powers, ["sharded", "overlapped"]):
+        dp = world // (tp * pp)
+        if dp < 1 or model.num_heads % tp or model.num_layers % pp:
+            continue
+        if global_batch % (dp * micro_batch) or (how == "sharded" and pp > 1):
+            continue
+        parts = tp * (pp if how == "overlapped" else dp)
+        if 16 * model.num_parameters / parts <= room_bytes:
+            shape = GridShape(dp=dp, pp=pp, tp=tp)
+            seconds = step.iteration_parts(model, shape, global_batch, micro_batch, cluster, how)
+            found.append((sum(seconds.values()), len(found), shape, how))
+    _, _, shape, how = sorted(found)[0]
+    return [shape, how]
 
 
 def best_with_own_time(model, world, global_batch, micro_batch, cluster, room_bytes):
-    best_shape, best_s = None, float("inf")
+    """The parts without dp, and what of dp is left."""
+    best = None
+    least_s = float("inf")
     tp = 1
     while tp <= world and model.num_heads % tp == 0:
         pp = 1
         while tp * pp <= world and model.num_layers % pp == 0:
             shape = GridShape(world // (tp * pp), pp, tp=tp)
-            fits = 16 * model.num_parameters / (tp * pp) <= room_bytes
-            if fits and global_batch % (micro_batch * shape.dp) == 0:
-                seconds = iteration_by_hand(model, shape, global_batch, micro_batch, cluster)
-                if seconds < best_s:
-                    best_shape, best_s = shape, seconds
+            for how, cut in (("overlapped", tp * pp), ("sharded", tp * shape.dp)):
+                fits = 16 * model.num_parameters / cut <= room_bytes
+                fits = fits and global_batch % (micro_batch * shape.dp) == 0
+                if not fits or (how == "sharded" and pp != 1):
+                    continue
+                seconds = own_time(model, shape, global_batch, micro_batch, cluster, how)
+                if seconds < least_s:
+                    best, least_s = (shape, how), seconds
             pp *= 2
         tp *= 2
-    return best_shape
+    return best
+
+
+def own_time(model, shape, global_batch, micro_batch, cluster, how):
+    m = global_batch // (micro_batch * shape.dp)
+    link = cluster.link(shape.groups("dp")[0])
+    num_bytes = 4 * model.num_parameters / shape.size("tp", "pp")
+    reduce_s = alpha_beta.time_s("all_reduce", shape.dp, num_bytes, link)
+    whole_s = iteration_by_hand(model, shape, global_batch, micro_batch, cluster) - reduce_s
+    flops = micro_batch * training_flops_per_sample(model)
+    compute_s = flops / cluster.flops_per_s / shape.size("tp", "pp")
+    if how == "overlapped":
+        return whole_s + max(0, reduce_s - compute_s * 2 / 3)
+    return whole_s + m * max(0, 3 * reduce_s / 2 - whole_s / m)
 
 
 OF_BATCH = "global_batch % (dp * micro_batch)"
-OF_ROOM = "16 * model.num_parameters / (tp * pp) > room_bytes"
+OF_ROOM = "16 * model.num_parameters / parts_of_model > room_bytes"
 
 BEST = Answers(
     solves="best_layout",
     takes_ranks=False,
-    right={"over all divisors": best_over_divisors, "with an own time": best_with_own_time},
+    right={
+        "over all divisors": best_over_divisors,
+        "sorted": best_by_sorting,
+        "with an own time": best_with_own_time,
+    },
     wrong={
         "the slowest": (
             changed('float("inf") => 0.0', "< best_s => > best_s"),
             "which fits,",
         ),
         "always dp": (
-            changed("return best => return GridShape(dp=world)"),
+            changed('return best => return GridShape(dp=world), "overlapped"'),
+            "a rank needs",
+        ),
+        "always sharded": (
+            changed('return best => return GridShape(dp=world), "sharded"'),
             "which fits,",
         ),
-        "too few ranks": (changed("return best => return GridShape(tp=2)"), "there are 4"),
+        "never sharded": (
+            changed('in ("overlapped", "sharded") => in ("overlapped",)'),
+            "little room: dp 1, pp 2, tp 2",
+        ),
+        "plain time": (
+            changed("micro_batch, cluster, how => micro_batch, cluster"),
+            "which fits,",
+        ),
+        "too few ranks": (
+            changed('return best => return GridShape(tp=2), "overlapped"'),
+            "there are 4",
+        ),
         "heads not looked at": (
             changed("or model.num_heads % tp or => or"),
             "does not divide 1 head",
         ),
         "layers not looked at": (
             changed("or model.num_layers % pp => "),
-            "does not divide 2 layers",
+            "does not divide",
         ),
         "batch not looked at": (changed(f"{OF_BATCH} => False"), "cannot be cut"),
         "micro-batch not looked at": (
@@ -354,8 +427,12 @@ BEST = Answers(
             "cannot be cut",
         ),
         "room not looked at": (changed(f"{OF_ROOM} => False"), "a rank needs"),
+        "room shared over everything": (
+            changed("tp * (dp if how == => tp * dp * pp if True else (dp if how =="),
+            "a rank needs",
+        ),
         "room for the whole model": (
-            changed("parameters / (tp * pp) => parameters"),
+            changed("parameters / parts_of_model => parameters"),
             "which rule is too strict",
         ),
         "18 bytes": (changed("16 * model => 18 * model"), "which rule is too strict"),
@@ -363,8 +440,13 @@ BEST = Answers(
             changed(", 8, 16, 32, 64) => )"),
             "room for an eighth: dp 1, pp 4, tp 2",
         ),
-        "a tuple": (
-            changed("return best => return best.dp, best.pp, best.tp"),
+        "a shape alone": (changed("return best => return best[0]"), "return two things"),
+        "another word": (
+            changed('return best => return best[0], "fsdp"'),
+            'neither "overlapped" nor "sharded"',
+        ),
+        "sizes": (
+            changed("return best => return best[0].dp, best[1]"),
             "is no GridShape",
         ),
     },

@@ -1,5 +1,7 @@
 """Answers to the exercises of lesson 16, making it fit."""
 
+import collections
+import itertools
 import os
 import tempfile
 import uuid
@@ -8,63 +10,99 @@ import numpy
 import torch
 import torch.nn.functional as F
 from answers import Answers, changed
+from torch.utils.checkpoint import CheckpointPolicy
 
 from labcode.teach.labs import l16_plan as plan
 from labcode.teach.labs.l16_limited import Settings
 
-# ---- 16.1 the peak, with accumulation
+# ---- 16.1 what fills the memory at the peak
 
 
-def by_moments(parts, count):
-    w, a, v = parts
-    already = 0 if count == 1 else w
-    return max(w + 2 * w + already + a + 3 * v, w + 2 * w + w)
+def by_columns(changes):
+    """All moments first, then the largest."""
+    purposes = []
+    for purpose, _ in changes:
+        if purpose not in purposes:
+            purposes.append(purpose)
+    rows = []
+    row = numpy.zeros(len(purposes), dtype=int)
+    for purpose, num_bytes in changes:
+        row[purposes.index(purpose)] += num_bytes
+        rows.append(row.copy())
+    most = rows[int(numpy.argmax([one.sum() for one in rows]))]
+    return dict(zip(purposes, most.tolist()))
 
 
-def by_loop(parts, count):
-    gradients = 0.0
-    most = 0.0
-    for _ in range(count):
-        at_loss = 3 * parts.weights + gradients + parts.activations + 3 * parts.logits
-        gradients = parts.weights
-        most = max(most, at_loss, 3 * parts.weights + gradients)
+def in_two_passes(changes):
+    """Where the peak is, then what is there."""
+    sums = list(itertools.accumulate(num_bytes for _, num_bytes in changes))
+    place = sums.index(max(sums))
+    there = collections.Counter()
+    for purpose, num_bytes in changes[: place + 1]:
+        there[purpose] += num_bytes
+    return there
+
+
+def each_by_itself(changes):
+    now = {}
+    most = {}
+    for purpose, num_bytes in changes:
+        now[purpose] = now.get(purpose, 0) + num_bytes
+        most[purpose] = max(most.get(purpose, 0), now[purpose])
     return most
 
 
-PEAK = Answers(
-    solves="peak",
+def the_largest_entries(changes):
+    most = {}
+    for purpose, num_bytes in changes:
+        most[purpose] = max(most.get(purpose, 0), num_bytes)
+    return most
+
+
+COUNTED = "now[purpose] = now.get(purpose, 0) + num_bytes"
+
+AT_PEAK = Answers(
+    solves="at_peak",
     takes_ranks=False,
-    right={"moments": by_moments, "a loop": by_loop},
+    right={"columns": by_columns, "two passes": in_two_passes},
     wrong={
-        "gradients always": (
-            changed("if num_micro_batches > 1 => if True"),
-            "no gradient of a weight exists yet",
+        "no copy": (changed("most = dict(now) => most = now"), "what you keep of the peak a copy"),
+        "each by itself": (each_by_itself, "the most of each purpose by itself"),
+        "the largest entries": (the_largest_entries, "what is there at that moment?"),
+        "what is given back": (
+            changed("+ num_bytes => + max(num_bytes, 0)"),
+            "what was given back is gone",
         ),
-        "gradients never": (
-            changed("at_loss += parts.weights => pass"),
-            "from the second micro-batch on",
+        "looks before it counts": (
+            changed(
+                f"{COUNTED} => pass",
+                "most = dict(now) => most = dict(now)\n        " + COUNTED,
+            ),
+            "the last entry counts as well",
         ),
-        "one logits": (
-            changed("3 * parts.logits => parts.logits"),
-            "three tensors as large as the logits",
+        "the number": (changed("if size} => if size}, sum(most.values())"), "return a dict"),
+        "the sum": (
+            changed(
+                "return {purpose: size for purpose, size in most.items() if size} => "
+                "return sum(most.values())"
+            ),
+            "return a dict, {purpose: bytes}, not 700",
         ),
-        "no logits": (changed("+ 3 * parts.logits => "), "where are the logits"),
-        "no optimizer": (changed("3 * parts.weights => parts.weights"), "two numbers for each"),
-        "no maximum": (
-            changed("max(at_loss, parts.weights) => at_loss"),
-            "which is the larger one",
+        "the last entry of each": (
+            changed("now.get(purpose, 0) + num_bytes => num_bytes"),
+            "what is there at that moment?",
         ),
-        "a list": (
-            changed("before + max(at_loss, parts.weights) => [before, at_loss]"),
-            "return one number",
+        "the end": (
+            changed("if sum(now.values()) > sum(most.values()) => if True"),
+            "what is there at its end",
         ),
-        "activations times m": (
-            changed("= parts.activations => = num_micro_batches * parts.activations"),
-            "of one micro-batch, and backward frees them",
+        "the total as well": (
+            changed("most = dict(now) => most = now | {'total': sum(now.values())}"),
+            "there is no purpose 'total'",
         ),
-        "activations over m": (
-            changed("= parts.activations => = parts.activations / num_micro_batches"),
-            "of one micro-batch already",
+        "no return": (
+            changed("return {purpose: size for purpose, size in most.items() if size} => pass"),
+            "returned None",
         ),
     },
 )
@@ -259,6 +297,13 @@ CHECKPOINT = Answers(
             changed("torch.set_rng_state(ctx.state) => pass"),
             "drop the same numbers",
         ),
+        "the seed for the state": (
+            changed(
+                "torch.get_rng_state()\n        ctx.save => torch.initial_seed()\n        ctx.save",
+                "torch.set_rng_state(ctx.state) => torch.manual_seed(ctx.state)",
+            ),
+            "drop the same numbers",
+        ),
         "the state is not put back": (
             changed("torch.set_rng_state(state_now) => pass"),
             "has moved the generator",
@@ -314,7 +359,87 @@ CHECKPOINT = Answers(
     },
 )
 
-# ---- 16.4 offload
+# ---- 16.4 a policy
+
+SAVE = CheckpointPolicy.MUST_SAVE
+AGAIN = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def by_names(ctx, op, *args, **kwargs):
+    """True and False are policies, too."""
+    name = op.name()
+    if "mm" in name:
+        weight = args[1] if name == "aten::mm" else args[2]
+        return weight.shape[0] <= weight.shape[1]
+    return "scaled_dot_product" in name
+
+
+def by_the_input(ctx, op, *args, **kwargs):
+    """What is not kept: products of a wide input, and all that is cheap."""
+    if op is torch.ops.aten.addmm.default:
+        _, x, weight = args
+    elif op is torch.ops.aten.mm.default:
+        x, weight = args
+    else:
+        return SAVE if "attention" in str(op) else AGAIN
+    return AGAIN if x.size(-1) > weight.size(-1) else CheckpointPolicy.PREFER_SAVE
+
+
+SAVES_ALL = "return CheckpointPolicy.PREFER_RECOMPUTE => return CheckpointPolicy.MUST_SAVE"
+NARROWS = "if num_in <= num_out: => "
+
+POLICY = Answers(
+    solves="policy",
+    takes_ranks=False,
+    right={"names": by_names, "the input": by_the_input},
+    wrong={
+        "five outputs": (changed(f"{NARROWS}if True:"), "of which product does nothing"),
+        "the wrong one": (
+            changed(f"{NARROWS}if num_in != num_out:"),
+            "`addmm` with a weight of [48, 48] runs again",
+        ),
+        "the other way round": (
+            changed(f"{NARROWS}if num_in > num_out:"),
+            "with a weight of [48, 144] runs again",
+        ),
+        "this model alone": (
+            changed(f"{NARROWS}if (num_in, num_out) != (512, 128):"),
+            "in layers of 48 features, 11 numbers",
+        ),
+        "no attention": (
+            changed('"attention" in str(op) => False'),
+            "attention runs again",
+        ),
+        "attention alone": (changed("if op in PRODUCTS => if False"), "runs again in backward"),
+        "biases alone": (
+            changed("if op in PRODUCTS => if op is torch.ops.aten.addmm.default"),
+            "in layers without biases, `mm`",
+        ),
+        "the third argument": (
+            changed("args[-1].shape => args[2].shape"),
+            "for aten.mm.default, which has 2 arguments",
+        ),
+        "everything": (changed(SAVES_ALL), "native_layer_norm"),
+        "GELU as well": (
+            changed('"attention" in str(op) => "attention" in str(op) or "gelu" in str(op)'),
+            "the output of aten.gelu.default is kept, 14 numbers",
+        ),
+        "nothing": (
+            changed("CheckpointPolicy.MUST_SAVE => CheckpointPolicy.PREFER_RECOMPUTE"),
+            "runs again in backward: is its output kept?",
+        ),
+        "words": (
+            changed("CheckpointPolicy.PREFER_RECOMPUTE => 'again'"),
+            "it returned 'again'",
+        ),
+        "no return": (
+            changed("return CheckpointPolicy.PREFER_RECOMPUTE => pass"),
+            "returned None",
+        ),
+    },
+)
+
+# ---- 16.5 offload
 
 
 class ByNumpy:
@@ -408,7 +533,7 @@ OFFLOAD = Answers(
     },
 )
 
-# ---- 16.5 make it fit
+# ---- 16.6 make it fit
 
 
 def from_the_fastest(case):
@@ -505,4 +630,11 @@ CHOOSE = Answers(
     },
 )
 
-ANSWERS = {"16.1": PEAK, "16.2": LOSS, "16.3": CHECKPOINT, "16.4": OFFLOAD, "16.5": CHOOSE}
+ANSWERS = {
+    "16.1": AT_PEAK,
+    "16.2": LOSS,
+    "16.3": CHECKPOINT,
+    "16.4": POLICY,
+    "16.5": OFFLOAD,
+    "16.6": CHOOSE,
+}

@@ -1,5 +1,6 @@
 """Answers to the exercises of lesson 17, surviving failures."""
 
+import collections
 import contextlib
 import hashlib
 import json
@@ -499,7 +500,100 @@ RESTART = Answers(
     },
 )
 
-# ---- 17.5 a plan
+# ---- 17.5 the broken rank
+
+
+def with_sets_of_pairs(own, again):
+    """Each disagreement is a set; those that all of them share, where there are any."""
+    num_ranks = len(own)
+    pairs = []
+    for rank in range(num_ranks):
+        before = (rank - 1) % num_ranks
+        if again[rank] != own[before]:
+            pairs.append({before, rank})
+    if not pairs:
+        return []
+    return sorted(set.intersection(*pairs))
+
+
+def with_a_counter(own, again):
+    found = collections.Counter()
+    for first, mine in enumerate(own):
+        second = first + 1 if first + 1 < len(own) else 0
+        if mine != again[second]:
+            found.update((first, second))
+    return sorted(rank for rank in found if found[rank] == max(found.values()))
+
+
+def with_lists_turned(own, again):
+    """`again` turned by one place stands beside `own`."""
+    turned = [*again[1:], again[0]]
+    differs = [mine != theirs for mine, theirs in zip(own, turned)]
+    # of rank r: its own batch, and the one before it
+    counts = [differs[rank] + differs[rank - 1] for rank in range(len(own))]
+    most = max(counts)
+    return [rank for rank, count in enumerate(counts) if most and count == most]
+
+
+SECOND = "(batch + 1) % num_ranks"
+NOBODY = "    if most == 0:\n        return []\n"
+MOST = "times_suspected[rank] == most"
+SUSPECTS = Answers(
+    solves="suspects",
+    takes_ranks=False,
+    right={
+        "sets of pairs": with_sets_of_pairs,
+        "a counter": with_a_counter,
+        "lists turned": with_lists_turned,
+    },
+    wrong={
+        "nobody is everybody": (changed(f"{NOBODY} => "), "so nobody is suspected"),
+        "own and again of one rank": (changed(f"{SECOND} => batch"), "so nobody is suspected"),
+        "the rank before": (changed(f"{SECOND} => (batch - 1) % num_ranks"), "so nobody is"),
+        "no way round": (
+            changed("range(num_ranks):\n        second => range(num_ranks - 1):\n        second"),
+            "Which two ranks have computed each batch",
+        ),
+        "past the end": (changed(f"{SECOND} => batch + 1"), "IndexError"),
+        "all that are in a pair": (changed(f"{MOST} => times_suspected[rank]"), "is in two"),
+        "twice only": (changed(f"{MOST} => times_suspected[rank] == 2"), "nobody is suspected"),
+        "the first of them": (
+            changed(
+                "return [rank for => found = [rank for", f"{MOST}] => {MOST}]\n    return found[:1]"
+            ),
+            "only one of the two is suspected",
+        ),
+        "own alone": (
+            changed("            times_suspected[second] += 1\n => "),
+            "Which two ranks have computed each batch",
+        ),
+        "a set": (
+            changed("return [rank for => return {rank for", f"{MOST}] => {MOST}}}"),
+            "give a list, in rising order",
+        ),
+        "a number": (
+            changed("return [rank for => return max(rank for", f"{MOST}] => {MOST})"),
+            "give a list of ranks",
+        ),
+        "falling": (
+            changed(
+                "return [rank for => return [rank for",
+                "in range(num_ranks) if => in reversed(range(num_ranks)) if",
+            ),
+            "not each once and in rising order",
+        ),
+        "labcode's own": (
+            changed("num_ranks = len(own) => return suspects_by_hand(own, again)"),
+            "labcode's own answer",
+        ),
+        "forgets to return": (
+            changed(f"{NOBODY} => ", "return [rank for => found = [rank for"),
+            "it returned None",
+        ),
+    },
+)
+
+# ---- 17.6 a plan
 
 
 def everything_from_the_site(site):
@@ -621,4 +715,11 @@ PLAN = Answers(
 )
 
 
-ANSWERS = {"17.1": YOUNG, "17.2": SAVE, "17.4": RESHARD, "17.3": RESTART, "17.5": PLAN}
+ANSWERS = {
+    "17.1": YOUNG,
+    "17.2": SAVE,
+    "17.4": RESHARD,
+    "17.3": RESTART,
+    "17.5": SUSPECTS,
+    "17.6": PLAN,
+}

@@ -296,6 +296,9 @@ def in_pieces(shape, layout, global_batch, cluster):
 
     stage = compute() + tp()
     end = dp()
+    if layout.zero < 3:
+        can_hide = end * (1.0, 0.5, 0.5)[layout.zero]
+        end -= 0.85 * min(can_hide, compute() * 2 / 3)
     if layout.zero >= 3:
         end = 0
         stage = max(stage, 1.5 * dp()) + 0.15 * min(stage, 1.5 * dp())
@@ -309,6 +312,7 @@ def by_the_bubble(shape, layout, global_batch, cluster):
     m = global_batch // (layout.dp * layout.micro_batch)
     flops = lab.flops(shape, global_batch / layout.dp, checkpointing=layout.checkpointing)
     total = flops / layout.tp / layout.pp / cluster.flops_per_s
+    last_backward = total / m * 2 / 3
     act = 2 * layout.micro_batch * shape.tokens * shape.hidden
     count = {"none": 4, "full": 6}[layout.checkpointing]
     total += count * m * shape.layers / layout.pp * lab.all_reduce_s(cluster, layout.tp, 1, act)
@@ -318,13 +322,17 @@ def by_the_bubble(shape, layout, global_batch, cluster):
         over = 1.5 * tail * m
         total = max(total, over) + 0.15 * min(total, over)
         tail = 0.0
+    else:
+        whole = tail
+        hidden = min(tail if layout.zero == 0 else tail / 2, last_backward)
+        tail = whole - hidden + hidden * 0.15
     if layout.pp > 1:
         total += 2 * m * lab.send_s(cluster, layout, act / layout.tp)
     return total * (1 + (layout.pp - 1) / m) + tail
 
 
 STEP_S = "(micro_batches + pp - 1) * box_s + dp_s"
-PRODUCTS = "work / (tp * pp) / cluster.flops_per_s"
+PRODUCTS = "products_s"
 HIDDEN = "min(box_s, 1.5 * dp_s)"
 
 STEP = Answers(
@@ -352,6 +360,22 @@ STEP = Answers(
         ),
         "whole messages": (changed("act / tp => act"), "a rank of tp sends its part"),
         "dp are neighbours": (changed("cluster, dp, tp, => cluster, dp, 1,"), "tp apart"),
+        "no overlap of dp": (
+            changed("dp_s += 0.15 * hidden_s - hidden_s => pass"),
+            "which the last backward can hide",
+        ),
+        "hidden for nothing": (
+            changed("dp_s += 0.15 * hidden_s - hidden_s => dp_s -= hidden_s"),
+            "missing: what is left of the gradients' travel",
+        ),
+        "behind all of backward": (
+            changed("2 / 3 * products_s => 2 / 3 * products_s * micro_batches"),
+            "no more than its own length",
+        ),
+        "the gather hidden too": (
+            changed("dp_s if zero == 0 else dp_s / 2 => dp_s"),
+            "comes after the optimizer",
+        ),
         "gradients in each micro-batch": (
             changed("* box_s + dp_s => * box_s + micro_batches * dp_s"),
             "one all-reduce",

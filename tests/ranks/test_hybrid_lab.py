@@ -149,15 +149,46 @@ def test_messages_are_those_that_are_counted_elsewhere(ranks2):
         assert all(message.members in ((0, 1), (1, 0)) for message in sent)
 
 
-def test_a_link_is_as_slow_as_its_slowest_part():
+def test_gradients_in_the_background_change_no_loss_and_no_bytes(ranks4, alone):
+    shape = GridShape(dp=4)
+    args = (l15.MODEL, shape, BATCH, MICRO, l15.CLUSTER)
+    run = ranks4.run(emulate.timed_steps, *args, repeats=1, overlap=True)
+    assert all(math.isclose(one.loss, alone, rel_tol=1e-5) for one in run)
+    sent = placement.ring("all_reduce", [0, 1, 2, 3], 4 * run[0].num_parameters)
+    # beside the gradients there are the loss and other messages of some bytes
+    assert emulate.traffic(run) == pytest.approx(sent, rel=0.01)
+    # not below what the model says: sleeps can only be late
+    parts = expected.iteration_parts(*args, "overlapped")
+    assert emulate.step_s(run) > 0.95 * sum(parts.values())
+
+
+def test_a_group_has_the_rate_of_two_levels_and_a_message_that_of_one_link():
     cluster = l15.CLUSTER
     assert cluster.link([0, 1]) == cluster.link([2, 3]) == cluster.inside
-    assert cluster.link([1, 2]) == cluster.link([0, 1, 2, 3]) == cluster.between
+    assert cluster.link([1, 2]) == cluster.message_link([0, 1, 2, 3]) == cluster.between
+    assert cluster.message_link([0, 1]) == cluster.message_link([0]) == cluster.inside
+    link = cluster.link([0, 1, 2, 3])
+    assert link.beta_bytes_per_s == 3 * cluster.between.beta_bytes_per_s
+    assert link.alpha_s == (cluster.inside.alpha_s + cluster.between.alpha_s) / 2
     parts = expected.iteration_parts(l15.MODEL, GridShape(dp=4), BATCH, MICRO, cluster)
-    assert parts["dp"] == alpha_beta.time_s(
-        "all_reduce", 4, 4 * l15.MODEL.num_parameters, cluster.between
-    )
+    assert parts["dp"] == alpha_beta.time_s("all_reduce", 4, 4 * l15.MODEL.num_parameters, link)
     assert parts["tp"] == parts["pp"] == parts["bubble"] == 0
+
+
+def test_what_is_left_of_the_messages_of_dp():
+    args = (l15.MODEL, GridShape(dp=4), 16, 2, l15.CLUSTER)
+    plain, overlapped, sharded = (
+        expected.iteration_parts(*args, how) for how in ("plain", "overlapped", "sharded")
+    )
+    compute_s = plain["compute"] / 2  # of one of the two micro-batches
+    assert overlapped["dp"] == pytest.approx(plain["dp"] - 2 / 3 * compute_s)
+    assert sharded["dp"] == pytest.approx(2 * (1.5 * plain["dp"] - compute_s))
+    for parts in (overlapped, sharded):
+        assert parts | {"dp": 0} == plain | {"dp": 0}
+    large = expected.iteration_parts(l15.MODEL, GridShape(dp=4), 64, 16, l15.CLUSTER, "sharded")
+    assert large["dp"] == 0
+    with pytest.raises(ValueError, match='pp=2 and "sharded"'):
+        expected.iteration_parts(l15.MODEL, GridShape(dp=2, pp=2), 8, 2, l15.CLUSTER, "sharded")
 
 
 def test_the_time_line_and_the_formula_say_the_same(ranks4):

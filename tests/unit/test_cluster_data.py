@@ -107,8 +107,8 @@ def test_unknown_names_and_unknown_numbers():
         load_cluster("selen")
     with pytest.raises(ValueError, match="there is no file"):
         load_cluster("nowhere.toml")
-    with pytest.raises(ValueError, match="b200: matmul_share of bfloat16 is unknown"):
-        load_gpu("b200").matmul_flops_per_s("bfloat16")
+    with pytest.raises(ValueError, match="v100-16gb: matmul_share of float64 is unknown"):
+        load_gpu("v100-16gb").matmul_flops_per_s("float64")
     with pytest.raises(ValueError, match="a100-80gb: peak_tflops of fp8 is unknown"):
         load_gpu("a100-80gb").peak("fp8")
     with pytest.raises(ValueError, match="memory_share is unknown"):

@@ -59,6 +59,19 @@ def test_zigzag_is_balanced_and_contiguous_is_not(p):
     assert contiguous[p - 1] == (2 * p - 1) * contiguous[0]
 
 
+@pytest.mark.parametrize("documents", [(4, 1, 1, 1, 1), (3, 5), (8,)])
+def test_a_document_mask_leaves_the_tiles_of_each_document(documents):
+    """Each tile against the mask of tokens, four of them a chunk."""
+    document = torch.repeat_interleave(torch.tensor(documents) * 4)
+    same = document[:, None] == document
+    visible = same.tril().unflatten(0, (8, 4)).unflatten(2, (8, 4)).any(3).any(1)
+    whole = tiles(4, "zigzag")
+    left = {tile: whole[tile] for tile in whole if visible[tile]}
+    assert tiles(4, "zigzag", documents) == left
+    with pytest.raises(ValueError, match="must fill it"):
+        tiles(4, "zigzag", (*documents, 1))
+
+
 def test_the_drawing_has_a_patch_for_each_tile():
     picture = causal(4, alt=ALT)
     for axes, layout in zip(picture.axes, ("contiguous", "zigzag")):
@@ -68,6 +81,8 @@ def test_the_drawing_has_a_patch_for_each_tile():
         assert axes.get_title(loc="left").replace("-", "") == layout
     assert len(picture.png()) < 60_000
     assert len(causal(2, ["zigzag"], alt=ALT).axes) == 1
+    patches = causal(2, ["zigzag"], documents=(2, 1, 1), alt=ALT).axes[0].patches
+    assert len([patch for patch in patches if patch.get_gid()]) == 3 + 1 + 1
 
 
 def test_what_cannot_be_drawn_is_refused():

@@ -1,6 +1,7 @@
 """The drawings of data parallelism say what they should, and refuse what does not fit."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from labcode import course
 from labcode.teach.figures import plot
 from labcode.teach.labs import l05_slow_link
+from labcode.train.sweep_table import Row
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
@@ -100,6 +102,10 @@ def test_loss_against_cost_leaves_out_of_the_log_axis_what_has_sent_nothing():
     assert against_time.lines[0].get_xdata().tolist() == [0, 1, 2]
     assert against_bytes.lines[1].get_xdata().tolist() == [1, 2]  # MB
     assert against_bytes.lines[1].get_ydata().tolist() == [3, 2]
+    shorter = plot.LossCurve([0, 10], [0.0, 1.5], [0.0, 1e6], [4.0, 3.0])
+    picture = plot.loss_against_cost({"one": curve, "shorter": shorter}, alt=ALT)
+    (together,) = picture.axes[0].patches  # where both still run
+    assert together.get_bbox().intervalx.tolist() == [0, 1.5]
     with pytest.raises(ValueError, match="draw 1 to 6"):
         plot.loss_against_cost({}, alt=ALT)
 
@@ -122,3 +128,35 @@ def test_epochs_are_rows_with_and_without_set_epoch():
     rows = [label.get_text() for label in picture.axes[0].get_yticklabels()]
     assert rows[0] == "epoch 0, without set_epoch" and rows[-1] == "epoch 2, with set_epoch"
     assert words(picture)[-16:] == [str(number) for number in range(2, 18)]
+
+
+def test_a_sweep_names_the_steps_that_were_not_enough():
+    row = Row(
+        "a", "gpt_tiny", batch=8, lr=1e-3, seed=0, steps=40, val_losses=((20, 3.0), (40, 2.0))
+    )
+    rows = [row, replace(row, lr=1e-2, steps=35, val_losses=((35, 2.6),))]
+    found = words(plot.sweep(rows, of="steps", target=2.5, alt=ALT))
+    assert found == ["30", "> 40"]  # of the batch, whatever ended that run
+
+
+def test_good_rates_stand_beside_what_rules_say():
+    good = {4: [3e-3, 1e-2], 16: [1e-2]}
+    picture = plot.rates_against_batch(good, {"a rule": [4e-3, 8e-3]}, alt=ALT)
+    drawn = [line.get_ydata().tolist() for line in picture.axes[0].lines]
+    assert drawn == [[3e-3, 1e-2], [1e-2], [4e-3, 8e-3]]
+
+
+def test_price_and_speed_name_the_devices():
+    picture = plot.speed_and_price({1: 1.0, 2: 0.6}, {1: 1.0, 2: 1.2}, alt=ALT)
+    assert words(picture) == ["1 device", "2 devices"]
+
+
+def test_gradients_travel_during_a_step_and_weights_after_it():
+    picture = plot.local_steps(inner_steps=2, num_ranks=1, alt=ALT)
+    for axes, messages in zip(picture.axes, (4, 2)):
+        boxes = [patch for patch in axes.patches if not patch.get_hatch()]
+        sent = [patch for patch in axes.patches if patch.get_hatch()]
+        assert (len(boxes), len(sent)) == (4, messages)
+        ends = [box.get_x() + box.get_width() for box in boxes]
+        overlaps = any(bar.get_x() < end <= bar.get_x() + 1 for bar in sent for end in ends)
+        assert overlaps == (messages == 4)

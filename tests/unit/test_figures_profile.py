@@ -52,6 +52,16 @@ def test_layers_of_memory_add_up_to_the_peak():
     assert legend == ["activations", "parameters"]  # as they lie, from the top
 
 
+def test_parts_that_come_again_have_all_a_name_or_all_a_letter():
+    used = {name: [MIB] for name in CATEGORIES}
+    parts = [("forward", 0, 5), ("backward", 5, 30), ("forward", 30, 35), ("backward", 35, 60)]
+    wide = [("forward", 0, 29), ("backward", 29, 60), ("optimizer", 60, 61)]
+    for shown, expected in ((parts, ["F", "B", "F", "B"]), (wide, ["forward", "backward"])):
+        picture = plot.memory_timeline(MemoryTimeline(1, [0.0], used, shown), alt=ALT)
+        found = [text for text in texts(picture) if not text.startswith("peak")]
+        assert found == expected
+
+
 def test_several_steps_have_one_scale():
     low = {name: [MIB] for name in CATEGORIES}
     high = {name: [4 * MIB] for name in CATEGORIES}

@@ -1,4 +1,4 @@
-"""The drawings of a grid's order: digits of ranks, and links that leave a node."""
+"""Drawings of a grid's order: digits of ranks, links that leave a node, adapters in use."""
 
 from dataclasses import replace
 
@@ -32,3 +32,9 @@ def test_links_that_leave_a_node_are_counted_and_marked(order, leaving):
     assert gids(axes).count("leaves") == leaving
     assert gids(axes).count("inside") == 16 - leaving
     assert axes.get_title(loc="left") == f"tp: {leaving} of 16 links leave the node"
+
+
+def test_one_ring_uses_two_adapters_of_a_node_and_the_other_ways_use_all():
+    picture = plot.ways_over_nodes(alt=ALT)
+    busy = [gids(axes).count("busy") for axes in picture.axes]
+    assert busy == [4, 8, 8]

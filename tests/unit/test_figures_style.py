@@ -64,6 +64,7 @@ FIGURES = {
     "clipping": lambda alt: plot.clipping([2.0, -6.0], 1.0, alt=alt),
     "overlap": lambda alt: plot.overlap({"one": STEP}, alt=alt),
     "digits": lambda alt: plot.digits(GridShape(dp=2, pp=2, tp=4), alt=alt),
+    "ways_over_nodes": lambda alt: plot.ways_over_nodes(alt=alt),
     "links": lambda alt: plot.links(TWO_BY_TWO, axes_shown=["tp", "dp"], nodes=2, alt=alt),
     "tensor_parallel_mlp": lambda alt: plot.tensor_parallel_mlp(alt=alt),
     "column_then_row": lambda alt: plot.column_then_row(alt=alt),
@@ -96,6 +97,12 @@ FIGURES = {
         {4: 900.0, 16: 300.0, 64: 150.0}, Tradeoff(100, 3200, 0.0), alt=alt, noise_scale=20
     ),
     "local_steps": lambda alt: plot.local_steps(alt=alt),
+    "rates_against_batch": lambda alt: plot.rates_against_batch(
+        {4: [3e-3, 1e-2], 16: [1e-2]}, {"a rule": [4e-3, 8e-3]}, alt=alt
+    ),
+    "speed_and_price": lambda alt: plot.speed_and_price(
+        {1: 1.0, 2: 0.6}, {1: 1.0, 2: 1.2}, alt=alt
+    ),
     "watched_layer": lambda alt: plot.watched_layer(alt=alt),
     "spread_of_parts": lambda alt: plot.spread_of_parts({"a": [1, 2], "b": [5, 7]}, alt=alt),
     "reduction_groups": lambda alt: plot.reduction_groups(

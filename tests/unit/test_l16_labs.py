@@ -1,6 +1,7 @@
 """Lesson 16: a training that gets only so much memory, and how a choice of settings is judged."""
 
 import json
+import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -8,8 +9,9 @@ import pytest
 from labcode.models import gpt, layers
 from labcode.perf.training_memory import training_memory
 from labcode.teach.labs import l16_limited, l16_plan
-from labcode.teach.labs.l16_limited import Settings, train_within
-from labcode.teach.labs.l16_memory import recorded_step
+from labcode.teach.labs.l16_by_hand import at_peak
+from labcode.teach.labs.l16_limited import Outcome, Settings, show_log, train_within
+from labcode.teach.labs.l16_memory import list_changes, recorded_step
 
 SMALL = l16_plan.CASES[0].model
 DEEP = replace(SMALL, num_layers=8)
@@ -61,6 +63,34 @@ def test_a_recorded_step_has_the_peak_of_the_formula(micro_batch, count):
     assert [name for name, _, _ in timeline.parts] == ["forward", "backward"] * count + [
         "optimizer"
     ]
+
+
+def test_the_list_of_changes_has_the_peak_of_its_timeline():
+    model = layers.initialize(gpt.GPT(SMALL), 0)
+    timeline = recorded_step(model, 4, 2)
+    _, parts = timeline.peak()
+    assert at_peak(list_changes(timeline)) == {name: size for name, size in parts.items() if size}
+
+
+def test_of_a_traceback_the_error_is_shown_and_the_calls_are_folded(monkeypatch):
+    shown = []
+    monkeypatch.setattr("labcode.teach.show.say", lambda *both: shown.append(both))
+    calls = '  File "a.py", line 1, in <module>\n    run(x<y)\n'
+    log = f"step 0\nTraceback (most recent call last):\n{calls}RuntimeError: no room\n"
+    show_log(Outcome(log, 1, math.nan))
+    ((plain, rich),) = shown
+    assert plain == (
+        "step 0\nTraceback (most recent call last): 2 lines, not shown here\nRuntimeError: no room"
+    )
+    inside = rich.partition("<details>")[2].partition("</details>")[0]
+    assert "run(x&lt;y)" in inside
+    assert "no room" in rich
+    assert "no room" not in inside
+
+
+def test_a_log_without_a_traceback_is_printed(capsys):
+    show_log(Outcome("step 0: loss 6.0, 9 ms\n", 0, 9.0))
+    assert capsys.readouterr().out == "step 0: loss 6.0, 9 ms\n"
 
 
 def test_a_training_without_an_end_is_one_line(monkeypatch):

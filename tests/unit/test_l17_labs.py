@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from labcode.files import sync_folder
-from labcode.teach.labs import l17_faulty, l17_plan, l17_run
+from labcode.teach.labs import l17_faulty, l17_plan, l17_run, l17_silent
 from labcode.teach.labs.l17_disk import killed_in_the_middle, operations
 
 FILES = {"a.bin": b"a" * 100, "b.bin": b"b" * 10}
@@ -153,9 +153,50 @@ def test_the_output_of_ranks_is_read():
     assert told[-1] == "step 2/3 | loss 4.2"
 
 
+def test_of_many_steps_in_a_row_the_first_and_the_last_are_told():
+    output = "\n".join(f"[rank 0] step {step}/9 | loss {step}.5 | more" for step in range(1, 10))
+    assert l17_faulty.told(output).splitlines() == [
+        "step 1/9 | loss 1.5",
+        "    ... 6 more steps ...",
+        "step 8/9 | loss 8.5",
+        "step 9/9 | loss 9.5",
+    ]
+
+
 def test_a_watch_that_is_silent_is_told():
     with pytest.raises(ValueError, match="no line begins"):
         l17_faulty.who_waits("step 1/3 | loss 4.4")
+
+
+# ---- the rank that computes wrongly
+
+
+def checksum_and_norm(batch, broken):
+    def flip(module, inputs, output):
+        output = output.clone()
+        output.data.view(torch.int32)[0, 3, 5] ^= 1 << 22
+        return output
+
+    model = l17_silent.small_gpt()
+    if broken:
+        model.get_submodule("blocks.1.mlp.up").register_forward_hook(flip)
+    l17_silent.backward(model, batch)
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients).item()
+    return l17_silent.checksum(gradients), norm
+
+
+def test_a_batch_has_the_same_gradients_to_the_bit_unless_a_product_is_wrong():
+    healthy, norm = checksum_and_norm(batch=2, broken=False)
+    assert checksum_and_norm(batch=2, broken=False)[0] == healthy
+    wrong, wrong_norm = checksum_and_norm(batch=2, broken=True)
+    assert wrong != healthy
+    assert wrong_norm == pytest.approx(norm, rel=1e-3)
+
+
+def test_no_norm_of_the_lesson_shows_which_rank_is_broken():
+    norms = [checksum_and_norm(batch, broken=batch == 2)[1] for batch in range(4)]
+    assert min(norms) < norms[2] < max(norms)
 
 
 # ---- the cluster

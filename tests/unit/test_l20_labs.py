@@ -75,12 +75,23 @@ def test_what_zero_3_hides_costs_a_little_and_the_rest_costs_all(name):
     where = lab.cluster(name)
     layout = lab.Layout(dp=64, zero=3)
     found = lab.step_parts(lab.GPT_13B, layout, 128, where)
-    travel = 1.5 * lab.step_parts(lab.GPT_13B, layout._replace(zero=0), 128, where)["dp"]
+    weights = 2 * lab.parameters(lab.GPT_13B)
+    travel = 1.5 * lab.all_reduce_s(where, 64, 1, weights)
     compute = found["product"] / 2
     hidden = min(travel, compute)
     assert (travel > compute) == (name == "jean-zay-a100")
     assert found["fsdp"] / 2 == pytest.approx(travel - (1 - BUSY_WITH_COLLECTIVES) * hidden)
     assert found["dp"] == 0
+
+
+@pytest.mark.parametrize("name", ["selene", "jean-zay-a100"])
+def test_the_last_backward_hides_gradients_and_not_the_gather_of_new_weights(name):
+    where = lab.cluster(name)
+    travel = lab.all_reduce_s(where, 64, 1, 2 * lab.parameters(lab.GPT_13B))
+    for zero, can_hide in ((0, travel), (1, travel / 2)):
+        found = lab.step_parts(lab.GPT_13B, lab.Layout(dp=64, zero=zero), 128, where)
+        hidden = min(can_hide, found["product"] / 2 * 2 / 3)
+        assert found["dp"] == pytest.approx(travel - (1 - BUSY_WITH_COLLECTIVES) * hidden)
 
 
 @pytest.mark.parametrize(("cluster", "gpus", "batch"), [("selene", 16, 32), ("perlmutter", 12, 24)])

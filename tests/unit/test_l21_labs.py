@@ -12,6 +12,7 @@ from labcode.teach.exercises import l21
 from labcode.teach.labs import l20_plan
 from labcode.teach.labs import l21_capstone as lab
 from labcode.teach.labs.l20_plan import Layout
+from labcode.topology import GridShape
 from labcode.units import GIB
 
 CHOSEN = Layout(64, 4, 4, 1, 1, "none")
@@ -91,6 +92,30 @@ def test_the_rubric_judges_each_point_alone():
 
 
 def test_the_miniature_has_the_axes_of_the_plan():
-    assert lab.miniature(CHOSEN).world_size == 4
-    assert lab.miniature(Layout(dp=16)).world_size == 1
+    assert lab.miniature(CHOSEN) == GridShape(dp=2, pp=2, tp=2)
+    assert lab.miniature(Layout(dp=16)) == GridShape(dp=2)
     assert lab.largest_gap([1.0, 2.0], [1.0, 2.02]) == pytest.approx(0.0099, rel=1e-2)
+
+
+def test_another_convention_of_bytes_chooses_another_layout():
+    """What the lesson says of the three lists."""
+    found = {}
+    for convention in lab.CONVENTIONS:
+        brief = dataclasses.replace(lab.H100, convention=convention)
+        found[convention] = [entry.layout for entry in lab.fitting(brief)]
+    assert found["4+4+8"][0] == CHOSEN
+    assert found["2+2+12"][0] == Layout(512, 1, 2, 3, 1, "none")
+    assert found["2+2+12"].index(CHOSEN) == 3
+    assert found["2+4+12"][0] == Layout(256, 1, 4, 3, 2, "none")
+    bytes_of = dict.fromkeys(lab.CONVENTIONS, 0.0)
+    for name, kept in lab.CONVENTIONS.items():
+        for what in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
+            bytes_of[name] += kept[what]
+    assert bytes_of == {"4+4+8": 16, "2+2+12": 16, "2+4+12": 18}
+
+
+def test_the_travel_is_what_dp_takes_without_overlap():
+    at_home = Layout(dp=16, zero=1, micro_batch=4)
+    brief = lab.Brief(lab.GPT_1B, lab.own_cluster(), 16, 256, 26e9, 7)
+    left_s = lab.predicted(at_home, brief).parts["dp"]
+    assert 0 < left_s < lab.travel_s(at_home, brief)

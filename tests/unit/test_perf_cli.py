@@ -73,7 +73,7 @@ def test_who_is_unbeaten_needs_less_than_all_faster_ones():
         (["plan", "--model", "gpt_tiny", *SMALL[4:], "--gpus", "4"], "add --vocab-size"),
         (["compare", *SMALL, "--gpus", "4,x"], "--gpus 4,x: give whole numbers"),
         (["estimate", *SMALL, "--tp", "3"], "num_heads=4 is not divisible by tp=3"),
-        (["estimate", *SMALL[:-3], "b200-efa", *SMALL[-2:]], "matmul_share of bfloat16 is unknown"),
+        (["estimate", *SMALL[:-3], "b200-efa", *SMALL[-2:]], "memory_share is unknown"),
     ],
 )
 def test_what_is_wrong_is_one_line(capsys, words, message):

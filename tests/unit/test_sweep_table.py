@@ -77,6 +77,20 @@ def test_each_batch_is_taken_at_its_best_rate():
     assert large.seconds == pytest.approx(6.0)
 
 
+def test_good_rates_are_nearly_as_fast_as_the_best():
+    rows = [
+        like(batch=8, lr=1e-2, val_losses=((10, 4.0), (22, 3.0))),
+        like(batch=8, lr=1e-3),  # 20 steps to a loss of 3
+        like(batch=8, lr=1e-4, val_losses=((10, 4.0), (23, 3.0))),
+        like(batch=8, lr=1e-1, val_losses=((10, 3.0),)),  # the fastest, but not with each seed
+        like(batch=8, lr=1e-1, seed=1, val_losses=((10, 4.0),)),
+        like(batch=4, lr=1e-3, val_losses=((40, 3.0),)),
+        like(batch=2, lr=1e-3, val_losses=((40, 4.0),)),  # never reaches it
+    ]
+    assert sweep_table.good_rates(rows, 3.0) == {4: [1e-3], 8: [1e-3, 1e-2]}
+    assert sweep_table.good_rates(rows, 3.0, slack=1.2)[8] == [1e-4, 1e-3, 1e-2]
+
+
 def test_the_curve_is_found_again():
     batches = [4, 8, 16, 64, 256]
     steps = [100 + 3200 / batch for batch in batches]

@@ -82,21 +82,17 @@ def test_pipeline_stages_exchange_one_activation_each_way_at_each_boundary():
     assert traffic == dict.fromkeys(links, activation)
 
 
-def test_ranks_of_tp_may_share_what_goes_to_the_next_stage():
+def test_with_sequence_parallelism_a_stage_sends_what_each_rank_of_tp_holds():
     shape = GridShape(pp=3, tp=4, dp=2)
     model = gpt_shape("gpt_7b", num_layers=6)
     whole = step_traffic(model, shape, global_batch=4)
-    shared = step_traffic(model, shape, global_batch=4, scatter_gather=True)
+    shared = step_traffic(model, shape, global_batch=4, sequence_parallel=True)
     act = 2 * 2048 * 4096 * 2
+    assert set(whole["pp"].values()) == {act}
     assert set(shared["pp"].values()) == {act / 4}
-    # a ring of four sends 3/4 of what it gathers: once at the ends, twice in the middle
-    more = {link: shared["tp"][link] - size for link, size in whole["tp"].items()}
-    by_stage = {}
-    for (sender, _), num_bytes in more.items():
-        by_stage.setdefault(shape.coords(sender)["pp"], set()).add(num_bytes)
-    assert by_stage == {0: {0.75 * act}, 1: {1.5 * act}, 2: {0.75 * act}}
-    assert shared["dp"] == whole["dp"] and shared["cp"] == whole["cp"]
-    assert step_traffic(model, GridShape(tp=4), global_batch=4, scatter_gather=True)["pp"] == {}
+    # a reduce-scatter and an all-gather send what an all-reduce sends
+    for axis in ("tp", "cp", "dp"):
+        assert shared[axis] == whole[axis]
 
 
 def test_context_parallel_ranks_pass_on_keys_values_and_their_gradients():

@@ -658,7 +658,7 @@ EXERCISES = {
         check=broken,
         praise="one run that ends worse than guessing, and one that learns by heart",
         hints=(
-            "A step of AdamW is about as long as the rate says, however long the gradient is, so "
+            "AdamW divides by the usual length of a gradient. Where all gradients are long, "
             "clipping hardly holds it back. How far up can you go with the rate itself?",
             "A model learns by heart what it sees often. How do you make the training text short? "
             "The field data.val_fraction is the share that is kept for validation.",

@@ -1,29 +1,41 @@
 """Checks of lesson 08, communicator grids."""
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig
-from labcode.perf.traffic import across_nodes, step_traffic
+from labcode.perf.alpha_beta import COLLECTIVES, bytes_sent
 from labcode.pool.ranks import Ranks
 from labcode.recipes import gpt_shape
 from labcode.teach.check import Exercise, Hint, due
-from labcode.teach.exercises.expect import confirm, own_answers, refuse, settle
+from labcode.teach.exercises.expect import (
+    TOLERANCE,
+    careless,
+    confirm,
+    diagnose,
+    distance,
+    own_answers,
+    refuse,
+    run,
+    settle,
+    tensor,
+    times,
+)
 from labcode.teach.exercises.in_notebook import bounded, without
 from labcode.teach.exercises.simulated import Event, Outcome, here, simulate
-from labcode.teach.labs import l08_costs
+from labcode.teach.labs import l08_costs, l08_nodes
 from labcode.topology import AXES, GridShape
 from labcode.units import si
 
 ORDERS = ["-".join(order) for order in itertools.permutations(AXES)]
+TWO_LEVELS = own_answers(l08_nodes.two_levels)
 LOOP = "does the loop also end for an axis of size 1, and for rank 0?"
 
 
@@ -352,200 +364,128 @@ def _is_by_members(made: Event) -> bool:
 
 # ---- 8.4
 
-LINKS = {(0, 1): 5.0, (1, 0): 7.0, (3, 4): 11.0, (4, 3): 13.0, (7, 8): 17.0, (2, 13): 19.0}
+# tp holds the ranks of a node, dp those of one place in all nodes: neighbours share a node, or do
+# not; one node; a GPU in each node; more than two of either
+NODES = (
+    GridShape(tp=2, dp=2),
+    GridShape(tp=2, dp=2, order="dp-tp-cp-pp"),
+    GridShape(tp=4),
+    GridShape(dp=4),
+    GridShape(tp=3, dp=2),
+    GridShape(tp=2, dp=3),
+)
+LENGTH = 24  # of x; every node size above divides it
 
 
-def _count_crossing(crossing: Callable[..., Any]) -> None:
-    """The learner's bytes of the links whose ends are on different nodes."""
-    for ranks_per_node in (8, 4, 2, 1):
-        case = f"my_crossing with nodes of {ranks_per_node}, links {LINKS}: "
-        sent = dict(LINKS)
-        with without(across_nodes):
-            found = due(bounded("does your loop end?", crossing, sent, ranks_per_node))
-        refuse(_changed("sent", sent, LINKS), case)
-        if not isinstance(found, (int, float)):
-            raise Hint(f"{case}it returned {found!r:.60}; one number of bytes is asked for")
-        truth = across_nodes(LINKS, ranks_per_node)
-        inside = sum(LINKS.values()) - truth
-        if found != truth:
-            mistakes = {
-                f"{found:g} B stay inside the nodes: those that cross are asked for": (
-                    found == inside
-                ),
-                f"it gives {found:g} B, and {truth:g} B cross: on which node is each rank?": True,
-            }
-            refuse(mistakes, case)
-
-
-class _Case(NamedTuple):
-    """What an order is asked for."""
-
-    model: GPTConfig
-    shape: GridShape
-    ranks_per_node: int
-    batch: int
-
-
-def _cases() -> list[_Case]:
-    model = gpt_shape("gpt_7b")
-    four_axes = GridShape(dp=2, pp=2, cp=2, tp=2)
-    without_cp = GridShape(dp=2, pp=2, tp=4)
-    return [
-        _Case(model, four_axes, 8, 256),
-        _Case(model, without_cp, 8, 256),
-        _Case(model, without_cp, 8, 4096),
-        _Case(model, without_cp, 4, 256),
-        _Case(model, four_axes, 2, 64),
-        # in these two no order with the smallest largest axis has the smallest sum
-        _Case(model, GridShape(dp=4, pp=2, cp=2, tp=2), 4, 32),
-        _Case(model, GridShape(dp=2, pp=2, cp=2, tp=4), 2, 32),
-        # with scatter/gather another order would be the best
-        _Case(model, without_cp, 8, 1024),
-        # where pp and dp send the same bytes depends on the model: 400 and 600 sequences
-        _Case(model, without_cp, 8, 512),
-        _Case(gpt_shape("gpt_13b"), without_cp, 8, 512),
-    ]
-
-
-OfAxes = dict[str, float]  # {axis: bytes that cross}
-Costs = dict[str, OfAxes]  # of each order
-
-
-@functools.cache
-def _costs(case: _Case, **how: Any) -> Costs:
-    """{order: {axis: bytes between nodes in one step}}."""
-    costs = {}
-    for order in ORDERS:
-        shape = replace(case.shape, order=order)
-        traffic = step_traffic(case.model, shape, global_batch=case.batch, **how)
-        crossing = {}
-        for axis, sent in traffic.items():
-            crossing[axis] = across_nodes(sent, case.ranks_per_node)
-        costs[order] = crossing
-    return costs
-
-
-def _total(crossing: OfAxes, axes: Sequence[str] = AXES) -> float:
-    return sum(crossing[axis] for axis in axes)
-
-
-def _less_the_total(crossing: OfAxes) -> float:
-    return -_total(crossing)
-
-
-def _largest(crossing: OfAxes) -> float:
-    return max(crossing.values())
-
-
-def best_order(
-    crossing: Callable[[Mapping[tuple[int, int], float], int], Any],
-    best: Callable[[GPTConfig, GridShape, int, int], Any],
-) -> None:
-    """The learner's order of the axes with the fewest bytes between nodes.
-
-    Args:
-        crossing: `crossing({(sender, receiver): bytes}, ranks_per_node)` -> bytes between nodes.
-        best: `best(model, shape, ranks_per_node, global_batch)` -> "tp-cp-dp-pp", for instance.
-    """
-    for name, function in (("my_crossing", crossing), ("best_order", best)):
-        refuse({f"{name} is None: write a function": function is None})
-    _count_crossing(crossing)
-    cases = _cases()
-    orders = []
-    for case in cases:
-        with without(across_nodes):
-            order = due(bounded("does your loop end?", best, *case))
-        mistakes = {
-            f"it returned {order!r}, which may be the bytes; the order is asked for": (
-                isinstance(order, (int, float))
-            ),
-            f"it returned {order!r}; an order is a text such as 'tp-cp-dp-pp' that names all four "
-            "axes": order not in ORDERS,
-        }
-        refuse(mistakes)
-        orders.append(order)
-    for case, order in zip(cases, orders):
-        costs = _costs(case)
-        found = _total(costs[order])
-        least = min(_total(crossing) for crossing in costs.values())
-        if found > least * (1 + 1e-9):
-            num_nodes = case.shape.world_size // case.ranks_per_node
-            text = (
-                f"{num_nodes} nodes of {case.ranks_per_node}, batch {case.batch}: {order} sends "
-                f"{si(found, 'B')} between nodes, another order {si(least, 'B')}; "
+def _sum_of_nodes(rank: int, all_reduce: Callable[..., Any], nodes: GridShape) -> torch.Tensor:
+    """What the learner's function returns on this rank."""
+    grid = Grid.create(nodes)
+    x = _numbers(rank)
+    here().note("asked")
+    total = due(all_reduce(x, grid.group("tp"), grid.group("dp")))
+    tensor(total, x.shape)
+    refuse(
+        {
+            "it has changed x, which belongs to the caller: return the sum in a new tensor": (
+                not torch.equal(x, _numbers(rank))
             )
-            _explain_orders(text, cases, orders)
-
-
-OTHER_SETTINGS: dict[str, dict[str, Any]] = {
-    "with scatter/gather it is the best, and here the whole of act is sent": {
-        "scatter_gather": True
-    },
-    "with value_bytes=4 it is the best: leave step_traffic's settings alone": {"value_bytes": 4},
-    "with gradient_bytes=2 it is the best: leave step_traffic's settings alone": {
-        "gradient_bytes": 2
-    },
-}
-
-
-def _explain_orders(case: str, cases: Sequence[_Case], orders: Sequence[str]) -> None:
-    """Say what the orders of all cases have in common: the mistake that would give them."""
-    all_costs = [_costs(one) for one in cases]
-    mistakes = {
-        f"you choose {orders[0]} whatever is asked: does each order get a grid of its own?": (
-            len(set(orders)) == 1
-        ),
-        "it is the worst of all: is the smallest wanted, or the largest?": (
-            _are_best(orders, all_costs, _less_the_total)
-        ),
-    }
-    for axis in AXES:
-        last = [order for order in ORDERS if order.endswith(axis)]
-        first = [order for order in ORDERS if order.startswith(axis)]
-        for where, allowed in (("ends with", last), ("begins with", first)):
-            text = f"every order that you choose {where} {axis}: are all 24 tried?"
-            mistakes[text] = _are_best(orders, all_costs, allowed=allowed)
-    mistakes["its largest axis is small, but the bytes of all axes count together"] = _are_best(
-        orders, all_costs, _largest
+        }
     )
-    refuse(mistakes, case)
-    for text, how in OTHER_SETTINGS.items():
-        refuse({text: _are_best(orders, [_costs(one, **how) for one in cases])}, case)
-    of_one_model = [_costs(one._replace(model=cases[0].model)) for one in cases]
-    mistakes = {
-        "for another model it is the best: is it the argument `model` that is asked?": _are_best(
-            orders, of_one_model
-        ),
-    }
-    for axes in (("tp", "dp", "pp"), ("tp", "dp"), ("tp", "pp"), ("tp",)):
-        text = f"by {' and '.join(axes)} alone it is the best: do all axes count?"
-        mistakes[text] = _are_best(orders, all_costs, functools.partial(_total, axes=axes))
-    refuse(mistakes, case)
-    raise Hint(
-        f"{case}does the comparison use the model, the batch and the node size that are given?"
+    return total
+
+
+def _numbers(rank: int) -> torch.Tensor:
+    """[LENGTH] of a rank, which the judge draws as well."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(LENGTH, generator=generator, dtype=torch.float64)
+
+
+def in_two_levels(all_reduce: Callable[..., Any], ranks: Ranks | None = None) -> str:
+    """The learner's `all_reduce_in_two_levels(x, inside, between)`: its sum, and its bytes."""
+    for nodes in NODES:
+        outcome = _run_on(nodes, all_reduce)
+        for rank in range(nodes.world_size):
+            _is_sum(nodes, rank, outcome.results[rank])
+            _is_cheap(nodes, rank, outcome.parts(rank, "asked")[0])
+    return confirm(ranks, _run_on(NODES[0], all_reduce), _sum_of_nodes, all_reduce, NODES[0])
+
+
+def _run_on(nodes: GridShape, all_reduce: Callable[..., Any]) -> Outcome:
+    case = _nodes_text(nodes)
+    return run(_sum_of_nodes, all_reduce, nodes, size=nodes.world_size, case=case, ours=TWO_LEVELS)
+
+
+def _nodes_text(nodes: GridShape) -> str:
+    return f"ranks of the nodes {nodes.groups('tp')}: "
+
+
+def _is_sum(nodes: GridShape, rank: int, found: torch.Tensor) -> None:
+    """The result is the sum over all ranks."""
+    total = _sum_over(range(nodes.world_size))
+    of_node = _sum_over(_members(nodes, "tp", rank))
+    of_place = _sum_over(_members(nodes, "dp", rank))
+    g = nodes.tp
+    each = LENGTH // g
+    is_right = []
+    for part, right in zip(found.split(each), total.split(each)):
+        is_right.append(distance(part, right) < TOLERANCE)
+    diagnose(
+        f"{_nodes_text(nodes)}on rank {rank}: ",
+        found,
+        total,
+        {
+            "it is the sum over the ranks of its own node: what do the other nodes add?": of_node,
+            "it is the sum over one rank of each node: what do their neighbours add?": of_place,
+            "it is x, and no sum": _numbers(rank),
+            "it is {times:.3g} times the sum": times(total),
+            f"{sum(is_right)} of its {g} parts are right: which part does each rank of the node "
+            "have, and where does the all-gather put it?": any(is_right),
+        },
     )
 
 
-def _are_best(
-    orders: Sequence[str],
-    all_costs: Sequence[Costs],
-    cost: Callable[[OfAxes], float] = _total,
-    allowed: Sequence[str] = ORDERS,
-) -> bool:
-    """Whether every order is the best by this cost, among those that are allowed."""
-    for order, costs in zip(orders, all_costs):
-        least = min(cost(costs[name]) for name in allowed)
-        if order not in allowed or cost(costs[order]) > least + abs(least) * 1e-9:
-            return False
-    return True
+def _sum_over(ranks: Sequence[int]) -> torch.Tensor:
+    return torch.stack([_numbers(one) for one in ranks]).sum(0)
+
+
+def _members(nodes: GridShape, axis: str, rank: int) -> list[int]:
+    (own,) = [members for members in nodes.groups(axis) if rank in members]
+    return own
+
+
+def _is_cheap(nodes: GridShape, rank: int, events: Sequence[Event]) -> None:
+    """A rank sends to other nodes what an all-reduce of its part of x needs, and no more."""
+    calls = [one for one in events if len(one.group) > 1 and one.kind != "barrier"]
+    refuse(careless(calls), _nodes_text(nodes))
+    node = set(_members(nodes, "tp", rank))
+    place = _members(nodes, "dp", rank)
+    between = 0.0
+    for one in calls:
+        is_inside = set(one.group) <= node or (one.kind == "send" and one.peer in node)
+        if is_inside or one.kind == "recv":
+            continue
+        if one.kind != "send" and not set(one.group) <= set(place):
+            raise Hint(
+                f"{_nodes_text(nodes)}{one.kind} over {list(one.group)}, which are several ranks "
+                "of several nodes: inside a node first, then between them"
+            )
+        known = one.kind in COLLECTIVES
+        between += bytes_sent(one.kind, len(one.group), one.num_bytes) if known else one.num_bytes
+    part = bytes_sent("all_reduce", nodes.dp, LENGTH * 8 / nodes.tp)
+    if between > part * (1 + 1e-9):
+        raise Hint(
+            f"{_nodes_text(nodes)}the sum is right, but rank {rank} sends {between:g} B to other "
+            f"nodes, and {part:g} B are enough: the {nodes.tp} ranks of a node hold the same sum, "
+            "so how much of it need each of them send?"
+        )
 
 
 # ---- 8.5
 
 GPUS = 64
 BATCH = 512
-ROOM_BYTES = 60e9  # for weights, gradients and optimizer of each GPU
-LOST_S = 0.45  # of a step: on the links and idle
+ROOM_BYTES = 30e9  # for weights, gradients and optimizer of each GPU
+LOST_S = 0.3  # of a step: on the links and idle
 
 
 def design(shape: Any) -> None:
@@ -627,17 +567,19 @@ EXERCISES = {
         ),
     ),
     "8.4": Exercise(
-        check=best_order,
-        praise="the best of 24, for small and large batches and nodes",
+        check=in_two_levels,
+        praise="each adapter carries its own part, and nothing twice",
         hints=(
-            "Ranks fill the nodes in order. On which node is rank 11, if a node holds 8 ranks?",
-            "`replace(shape, order=order)` is the same grid in another order.",
-            "`step_traffic` gives one dictionary for each axis. What do you do with all four?",
+            "After the first level each rank of a node should have a part of the node's sum. Which "
+            "collective gives each rank one part of a sum?",
+            "Which ranks have the same part of their node's sum? Those add them up.",
+            "`x.chunk(p)` are p views of x. `dist.reduce_scatter` and `dist.all_gather` take such "
+            "a list.",
         ),
     ),
     "8.5": Exercise(
         check=design,
-        praise="it fits, and little time is lost beside 3.4 s of computing",
+        praise="it fits, and little time is lost beside 1.9 s of computing",
         hints=(
             "Which line of the table is the largest? Which size makes it smaller?",
             "tp spends seconds inside the node as well. How much of it do you need for the memory?",

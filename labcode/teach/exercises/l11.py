@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_leaves
 from labcode.parallel import attention_block
 from labcode.parallel.attention_block import PLAIN
 from labcode.parallel.context import RingAttention
-from labcode.perf.flops import training_flops_per_sample
-from labcode.perf.memory import model_activations
 from labcode.pool.ranks import Ranks
 from labcode.recipes import gpt_shape
 from labcode.teach.check import RETURNED_NONE, Exercise, Hint, due
@@ -35,11 +33,11 @@ from labcode.teach.exercises.expect import (
 )
 from labcode.teach.exercises.in_notebook import without
 from labcode.teach.exercises.simulated import Event, Outcome, here
-from labcode.topology import GridShape
-from labcode.units import listed, si
+from labcode.units import listed
 
 ROUNDED = 1e-5  # what is off by less has been rounded to float32 on its way
 OURS = own_answers(RingAttention.forward)
+LONG = gpt_shape("gpt_7b", context_length=131072)  # of sections 1 and 8
 
 
 def _unpacked(returned: Any, *names: str) -> dict[str, Any]:
@@ -619,98 +617,78 @@ def _computed(call: str, found: Any, tokens: int) -> Tensor:
 
 # ---- 11.5
 
-GPUS = 64
-PER_NODE = 8
-SEQUENCES = 8
-ROOM_BYTES = 60e9
-LOST_SHARE = 0.2
-# bytes per second each way and GPU; sources in lesson 08
-NVLINK = 450e9
-INFINIBAND = 50e9
-H100_FLOPS_PER_S = 989e12  # dense BF16, NVIDIA's H100 datasheet; 40 % of it is reached
-LONG = gpt_shape("gpt_7b", context_length=131072)
+PACKED = (  # (lengths of the documents, ranks); every length is a multiple of twice the ranks
+    ((24,), 3),
+    ((64, 16, 16, 16, 16), 4),
+    ((16, 48), 2),
+    ((24, 12, 36), 3),
+)
+FAIR = 1.02  # what the busiest rank may compute over a fair share
 
 
-def _link_speed(shape: GridShape, axis: str) -> float:
-    """Bytes per second in the groups of an axis: the slower link where one leaves its node."""
-    for group in shape.groups(axis):
-        nodes = {rank // PER_NODE for rank in group}
-        if len(nodes) > 1:
-            return INFINIBAND
-    return NVLINK
-
-
-def costs(shape: GridShape) -> dict[str, float]:
-    """What a grid costs with sequence parallelism over tp and a ring over cp.
-
-        act       = S/cp * H * 2 bytes             what one tp group holds between two layers
-        tp bytes  = L * 10 * (tp-1)/tp * act       of one GPU for a sequence
-        cp bytes  = L * (cp-1) * 8 * act/tp        K and V in forward (2), again in backward (2),
-                                                   and their float32 gradients (4)
-
-    Weights, gradients and optimizer take 16 bytes for each parameter, divided by tp. One sequence
-    is under way at a time, and nothing overlaps.
-
-    Returns:
-        GB on a GPU (`weights_gb`, `activations_gb`) and seconds of a step (`tp_s`, `cp_s`,
-        `computing_s`).
-
-    Raises:
-        ValueError: The model does not fit the grid.
-    """
-    kept = model_activations(LONG, shape, batch=1, sequence_parallel=True)
-    sequences = SEQUENCES / shape.dp
-    act = LONG.context_length / shape.cp * LONG.hidden_size * 2
-    tp_bytes = LONG.num_layers * 10 * (shape.tp - 1) / shape.tp * act * sequences
-    cp_bytes = LONG.num_layers * (shape.cp - 1) * 2 * act / shape.tp * (1 + 1 + 2) * sequences
-    flops = training_flops_per_sample(LONG) * SEQUENCES
-    return {
-        "weights_gb": 16 * LONG.num_parameters / shape.tp / 1e9,
-        "activations_gb": sum(kept.values()) / 1e9,
-        "tp_s": tp_bytes / _link_speed(shape, "tp"),
-        "cp_s": cp_bytes / _link_speed(shape, "cp"),
-        "computing_s": flops / GPUS / (0.4 * H100_FLOPS_PER_S),
-    }
-
-
-def design(shape: GridShape) -> None:
-    """The learner's grid for sequences of 131072 tokens: it fits, and tp and cp take little time.
+def deal_documents(shares: Callable[[list[int], int], Any]) -> None:
+    """The learner's shares of packed documents: as many tokens and scores for each rank.
 
     Args:
-        shape: Of 64 GPUs.
+        shares: `shares(lengths, p)`: for each of p ranks the pieces (start, stop) that it holds.
     """
-    if shape is None:
-        raise Hint("my_grid is None: write GridShape(dp=.., cp=.., tp=..)")
-    if not isinstance(shape, GridShape):
-        raise Hint(f"{shape!r} is not a GridShape")
-    mistakes = {
-        f"dp*pp*cp*tp = {shape.world_size}, and there are {GPUS} GPUs": shape.world_size != GPUS,
-        f"pp is {shape.pp}, and no pipeline is asked for here: pp = 1": shape.pp != 1,
-        f"dp = {shape.dp} does not divide the {SEQUENCES} sequences of a step": (
-            SEQUENCES % shape.dp != 0
-        ),
-    }
-    refuse(mistakes)
-    try:
-        found = costs(shape)
-    except ValueError as error:
-        raise Hint(str(error)) from None
+    for lengths, p in PACKED:
+        case = f"documents of {listed(lengths)} tokens on {p} ranks: "
+        owners = _owners(shares(list(lengths), p), sum(lengths), p, case)
+        # a token sees its document up to itself
+        seen = torch.cat([torch.arange(1, length + 1) for length in lengths])
+        tokens = [int((owners == rank).sum()) for rank in range(p)]
+        scores = [int(seen[owners == rank].sum()) for rank in range(p)]
+        busiest = scores.index(max(scores))
+        over_fair = p * max(scores) / sum(scores)
+        mistakes = {
+            f"the ranks hold {listed(tokens)} tokens: their activations are uneven": (
+                max(tokens) > min(tokens)
+            ),
+            f"rank {busiest} computes {over_fair:.2f} times a fair share of the scores; which "
+            "tokens of a document see many keys, and which few?": over_fair > FAIR,
+        }
+        refuse(mistakes, case)
 
-    held_bytes = (found["weights_gb"] + found["activations_gb"]) * 1e9
-    larger = "weights" if found["weights_gb"] > found["activations_gb"] else "activations"
-    lost_s = found["tp_s"] + found["cp_s"]
-    computing_s = found["computing_s"]
-    slower = "tp" if found["tp_s"] > found["cp_s"] else "cp"
-    order = ""
-    if shape.size(slower) <= PER_NODE and _link_speed(shape, slower) == INFINIBAND:
-        order = f", whose groups lie on several nodes in the order {shape.order}"
-    mistakes = {
-        f"{si(held_bytes, 'B')} on each GPU, {si(ROOM_BYTES, 'B')} are allowed; most are {larger}: "
-        "which axis cuts those?": held_bytes > ROOM_BYTES,
-        f"{lost_s:.1f} s on the links beside {computing_s:.1f} s of computing, above "
-        f"{LOST_SHARE:.0%}; most of it is {slower}{order}": lost_s > LOST_SHARE * computing_s,
-    }
-    refuse(mistakes)
+
+def _owners(found: Any, length: int, p: int, case: str) -> Tensor:
+    """The rank that holds each token."""
+    found = due(found)
+    if not isinstance(found, (tuple, list)) or len(found) != p:
+        raise Hint(f"{case}expected is a list of {p} lists, one for each rank, not {found!r:.80}")
+    owners = torch.full((length,), -1)
+    for rank, pieces in enumerate(found):
+        if not isinstance(pieces, (tuple, list)):
+            raise Hint(f"{case}for rank {rank} expected is a list of pieces, not {pieces!r:.80}")
+        for piece in pieces:
+            start, stop = _edges(piece, case)
+            if not 0 <= start <= stop <= length:
+                raise Hint(
+                    f"{case}the piece ({start}, {stop}) of rank {rank} is no part of the tokens 0 "
+                    f"to {length - 1}: a piece is (start, stop) in the packed sequence"
+                )
+            taken = owners[start:stop] >= 0
+            if taken.any():
+                token = start + int(taken.nonzero()[0])
+                raise Hint(f"{case}token {token} is dealt to rank {owners[token]} and rank {rank}")
+            owners[start:stop] = rank
+    missing = (owners < 0).nonzero()
+    if len(missing):
+        raise Hint(
+            f"{case}{len(missing)} of the {length} tokens belong to no rank, the first of them is "
+            f"token {int(missing[0])}"
+        )
+    return owners
+
+
+def _edges(piece: Any, case: str) -> tuple[int, int]:
+    """Where a piece begins and ends: a pair, or as a range or a slice."""
+    is_span = isinstance(piece, (range, slice)) and piece.step in (None, 1)
+    edges: Any = (piece.start, piece.stop) if is_span else piece
+    is_pair = isinstance(edges, (tuple, list)) and len(edges) == 2
+    if not is_pair or not all(hasattr(edge, "__index__") for edge in edges):
+        raise Hint(f"{case}a piece is (start, stop), two whole numbers, not {piece!r:.80}")
+    return int(edges[0]), int(edges[1])
 
 
 EXERCISES = {
@@ -753,12 +731,12 @@ EXERCISES = {
         ),
     ),
     "11.5": Exercise(
-        check=design,
-        praise="it fits, and most of the time is spent computing",
+        check=deal_documents,
+        praise="every token once, and the same tokens and scores for all ranks",
         hints=(
-            "What does each axis divide: weights, activations, sequences?",
-            "l11.costs(shape) prints what a grid costs. Look at the larger of the two seconds.",
-            "Which axis should run fastest, so that its groups lie inside a node?",
+            "With a single document the answer is that of exercise 11.4. What if two documents of "
+            "the same length are packed, and each is dealt for itself?",
+            "Where in the packed sequence does a document begin? Its chunks begin there as well.",
         ),
     ),
 }

@@ -10,7 +10,7 @@ from labcode import combinations, recipes
 from labcode.config import GPTConfig
 from labcode.perf.alpha_beta import Link, time_s
 from labcode.perf.flops import training_flops_per_sample
-from labcode.perf.step import ClusterModel, iteration_parts
+from labcode.perf.step import ClusterModel, DataParallel, iteration_parts
 from labcode.slurm.script.job import Job
 from labcode.teach.check import Exercise, Hint, due, is_stub
 from labcode.teach.exercises.expect import diagnose, refuse
@@ -111,6 +111,7 @@ OTHER_SIZES = replace(MODEL, context_length=48, hidden_size=32, num_layers=4)
 
 ITERATIONS = (  # model, shape, global batch, micro-batch, cluster
     (MODEL, GridShape(), 8, 2, CLUSTER),
+    (MODEL, GridShape(dp=2), 8, 2, CLUSTER),
     (MODEL, GridShape(dp=4), 8, 2, CLUSTER),
     # 3 samples and 2 bytes in place of 4 are different mistakes; of 2 samples they were the same
     (MODEL, GridShape(pp=2), 12, 3, CLUSTER),
@@ -119,11 +120,13 @@ ITERATIONS = (  # model, shape, global batch, micro-batch, cluster
     (MODEL, GridShape(tp=2), 8, 1, CLUSTER),
     (MODEL, GridShape(tp=2, pp=2), 8, 2, CLUSTER),
     (MODEL, GridShape(tp=2, pp=2, order="pp-dp-cp-tp"), 8, 2, CLUSTER),
-    (MODEL, GridShape(dp=2), 8, 2, CLUSTER),
     (MODEL, GridShape(dp=2, pp=2), 8, 2, CLUSTER),
     (OTHER_SIZES, GridShape(tp=2, pp=2), 8, 2, CLUSTER),
     (OTHER_SIZES, GridShape(dp=4, pp=2, tp=2), 48, 3, CLUSTER),
     (DEEP, GridShape(dp=2, pp=4, tp=4), 32, 4, WIDE_NODES),
+    # two stages on each node; two ranks of tp on each node
+    (DEEP, GridShape(pp=4), 12, 3, CLUSTER),
+    (DEEP, GridShape(tp=4), 12, 3, CLUSTER),
 )
 
 
@@ -177,7 +180,12 @@ def _mistaken_s(
     right_messages = 1 if shape.pp > 1 else 0
     right_turns = m + shape.pp - 1
     right_gradients = 4 * model.num_parameters / model_ranks
-    right_link = {axis: cluster.link(shape.groups(axis)[0]) for axis in ("tp", "pp", "dp")}
+    first = {axis: shape.groups(axis)[0] for axis in ("tp", "pp", "dp")}
+    right_link = {
+        "tp": cluster.link(first["tp"]),
+        "pp": cluster.message_link(first["pp"]),
+        "dp": cluster.link(first["dp"]),
+    }
 
     def seconds(
         compute_s: float = right_compute_s,
@@ -219,6 +227,9 @@ def _mistaken_s(
         "point 2, tp: one all-reduce more on each stage is right for pp = 2; how many are there in "
         "the whole model, whatever pp is?": seconds(all_reduces=of_layers + 1),
         "point 2, tp: the all-reduces are missing": seconds(all_reduces=0),
+        "point 2, tp: a collective uses all adapters of its group, and not one link alone": seconds(
+            tp_link=cluster.message_link(first["tp"])
+        ),
         "point 2, tp: not every tp group sits on one node": seconds(tp_link=cluster.inside),
         "point 2, tp: some tp groups sit on one node": seconds(tp_link=cluster.between),
         "point 3, pp: a turn does not get longer by the message; nothing overlaps here": seconds(
@@ -227,6 +238,9 @@ def _mistaken_s(
         "point 3, pp: with pp = 1 there is no message": seconds(messages=1),
         "point 3, pp: each micro-batch is charged one message": seconds(
             messages=2 * right_messages
+        ),
+        "point 3, pp: a message goes from one rank to one other, over one link": seconds(
+            pp_link=cluster.link(first["pp"])
         ),
         "point 3, pp: not every pipeline sits on one node": seconds(pp_link=cluster.inside),
         "point 3, pp: some pipelines sit on one node": seconds(pp_link=cluster.between),
@@ -260,6 +274,9 @@ def _mistaken_s(
         "point 5, dp: the gradients are counted as numbers, and time_s takes bytes": seconds(
             gradients=right_gradients / 4
         ),
+        "point 5, dp: a collective uses all adapters of its group, and not one link alone": seconds(
+            dp_link=cluster.message_link(first["dp"])
+        ),
         "point 5, dp: not every dp group sits on one node": seconds(dp_link=cluster.inside),
         "point 5, dp: some dp groups sit on one node": seconds(dp_link=cluster.between),
         "the unit is off: give seconds": 1e3 * seconds(),
@@ -289,11 +306,15 @@ CHOICES: dict[str, Choice] = {  # model, world, global batch, micro-batch, clust
 }
 
 
+Layout = tuple[GridShape, DataParallel]
+
+
 def best_layout(answer: Callable[..., Any]) -> None:
     """The learner's choice of a layout, in several cases.
 
     Args:
-        answer: `answer(model, world, global_batch, micro_batch, cluster, room_bytes)`.
+        answer: `answer(model, world, global_batch, micro_batch, cluster, room_bytes)`
+            -> (GridShape, "overlapped" or "sharded").
     """
     returned = False
     for about, choice in CHOICES.items():
@@ -305,28 +326,43 @@ def best_layout(answer: Callable[..., Any]) -> None:
         )
         refuse({none: found is None and returned}, case)
         returned = True
-        found = due(found)
-        if not isinstance(found, GridShape):
-            raise Hint(f"{case}{found!s:.40} is no GridShape")
-        case += f"dp {found.dp}, pp {found.pp}, tp {found.tp}: "
-        refuse({"cp is not asked for": found.cp > 1, **_broken_rules(found, choice)}, case)
-        own_s = _seconds(found, choice)
-        best = min(_possible(choice), key=lambda shape: _seconds(shape, choice))
-        best_s = _seconds(best, choice)
+        shape, how = _as_layout(case, due(found))
+        case += f"{_named(shape, how)}: "
+        refuse({"cp is not asked for": shape.cp > 1, **_broken_rules(shape, how, choice)}, case)
+        own_s = _seconds(shape, how, choice)
+        best, best_how = min(_possible(choice), key=lambda layout: _seconds(*layout, choice))
+        best_s = _seconds(best, best_how, choice)
         slow = (
-            f"an iteration takes {1e3 * own_s:.0f} ms, and one of dp {best.dp}, pp {best.pp}, tp "
-            f"{best.tp}, which fits, {1e3 * best_s:.0f} ms"
+            f"an iteration takes {1e3 * own_s:.0f} ms, and one of {_named(best, best_how)}, which "
+            f"fits, {1e3 * best_s:.0f} ms"
         )
-        other_order = f"its order is {found.order}, not the default"
+        other_order = f"its order is {shape.order}, not the default"
         is_slow = own_s > best_s * (1 + 1e-9)
-        refuse({other_order: is_slow and found.order != GridShape().order, slow: is_slow}, case)
+        refuse({other_order: is_slow and shape.order != GridShape().order, slow: is_slow}, case)
 
 
-def _broken_rules(shape: GridShape, choice: Choice) -> dict[str, bool]:
-    """The four rules, as rows of a table."""
+def _as_layout(case: str, found: Any) -> Layout:
+    """What the learner returned, as a shape and a word."""
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        raise Hint(f'{case}{found!s:.40}: return two things, (GridShape, "overlapped")')
+    shape, how = due(found[0]), due(found[1])
+    if not isinstance(shape, GridShape):
+        raise Hint(f"{case}{shape!s:.40} is no GridShape")
+    if how not in ("overlapped", "sharded"):
+        raise Hint(f'{case}{how!r:.40} is neither "overlapped" nor "sharded"')
+    return shape, how
+
+
+def _named(shape: GridShape, how: str) -> str:
+    return f"dp {shape.dp}, pp {shape.pp}, tp {shape.tp}, {how}"
+
+
+def _broken_rules(shape: GridShape, how: str, choice: Choice) -> dict[str, bool]:
+    """The five rules, as rows of a table."""
     model, world, global_batch, micro_batch, _, room_bytes = choice
     heads = "1 head" if model.num_heads == 1 else f"{model.num_heads} heads"
-    needed = 16 * model.num_parameters / (shape.tp * shape.pp)
+    parts = shape.tp * (shape.dp if how == "sharded" else shape.pp)
+    needed = 16 * model.num_parameters / parts
     return {
         f"it has {shape.world_size} ranks, and there are {world}": shape.world_size != world,
         f"tp = {shape.tp} does not divide {heads}": model.num_heads % shape.tp > 0,
@@ -335,25 +371,28 @@ def _broken_rules(shape: GridShape, choice: Choice) -> dict[str, bool]:
         ),
         f"{global_batch} samples cannot be cut over dp = {shape.dp} into micro-batches of "
         f"{micro_batch}": global_batch % (shape.dp * micro_batch) > 0,
+        "sharded means pp = 1 here": how == "sharded" and shape.pp > 1,
         f"a rank needs {needed / 1e6:.2f} MB and has {room_bytes / 1e6:.2f} MB": (
             needed > room_bytes
         ),
     }
 
 
-def _possible(choice: Choice) -> list[GridShape]:
+def _possible(choice: Choice) -> list[Layout]:
     """The layouts that keep the rules."""
-    found = []
+    found: list[Layout] = []
     for dp, pp, tp in itertools.product((1, 2, 4, 8, 16), repeat=3):
         shape = GridShape(dp=dp, pp=pp, tp=tp)
-        if not any(_broken_rules(shape, choice).values()):
-            found.append(shape)
+        for how in ("overlapped", "sharded"):
+            if not any(_broken_rules(shape, how, choice).values()):
+                found.append((shape, how))
     return found
 
 
-def _seconds(shape: GridShape, choice: Choice) -> float:
+def _seconds(shape: GridShape, how: DataParallel, choice: Choice) -> float:
     model, _, global_batch, micro_batch, cluster, _ = choice
-    return sum(iteration_parts(model, shape, global_batch, micro_batch, cluster).values())
+    parts = iteration_parts(model, shape, global_batch, micro_batch, cluster, how)
+    return sum(parts.values())
 
 
 # ---- 15.4
@@ -504,8 +543,8 @@ EXERCISES = {
         praise="the fastest layout that fits, in each of the cases",
         hints=(
             "Two loops, over tp and over pp; dp is what is left. Skip what breaks a rule.",
+            "Each shape can be data parallel in two ways, which need different room.",
             "Remember the best so far and its time.",
-            "GridShape(dp=..., pp=..., tp=...) in the default order.",
         ),
     ),
     "15.4": Exercise(

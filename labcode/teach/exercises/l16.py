@@ -4,8 +4,10 @@ import contextlib
 import copy
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from labcode.models.layers import Block
 from labcode.perf.saved_bytes import saved_bytes
 from labcode.teach.check import Exercise, Hint, due
 from labcode.teach.exercises.expect import TOLERANCE, diagnose, distance, refuse, tensor, times
@@ -25,73 +29,69 @@ from labcode.train.measure import allocated_bytes
 
 # ---- 16.1
 
-
-class Parts(NamedTuple):
-    """Bytes of one rank.
-
-    Args:
-        weights: All of them; their gradients take as much, AdamW's moments twice as much.
-        activations: What all layers keep for backward.
-        logits: One tensor as large as the logits.
-    """
-
-    weights: float
-    activations: float
-    logits: float
-
-
-PARTS = {
-    "many tokens": Parts(100.0, 1000.0, 30.0),
-    "a large vocabulary": Parts(100.0, 200.0, 400.0),
-    "few tokens": Parts(1000.0, 100.0, 30.0),
+CHANGES = {
+    "with a peak in its middle": [
+        *(("parameters", 100), ("temporary", 80), ("activations", 300), ("temporary", -80)),
+        *(("activations", 200), ("gradients", 40), ("temporary", 60), ("temporary", -60)),
+        *(("gradients", 50), ("activations", -500), ("gradients", 30)),
+    ],
+    "that has its peak at its end": [
+        *(("parameters", 40), ("activations", 30), ("activations", -30), ("gradients", 35)),
+    ],
+    "of two micro-batches": [
+        *(("parameters", 50), ("activations", 70), ("activations", -70), ("gradients", 45)),
+        *(("activations", 70), ("temporary", 10), ("activations", -70), ("temporary", -10)),
+    ],
 }
 
 
-def peak(answer: Callable[..., Any]) -> None:
-    """The learner's `peak(parts, num_micro_batches)`: the most bytes within a step."""
-    for name, parts in PARTS.items():
-        for count in (1, 2, 8):
-            found = due(answer(parts, count))
-            case = f"{name}, num_micro_batches={count}: "
-            if not isinstance(found, int | float):
-                raise Hint(f"{case}return one number, not {found!r}")
-            _is_peak(case, parts, count, found)
+def at_peak(answer: Callable[..., Any]) -> None:
+    """The learner's `at_peak(changes)`: {purpose: bytes} when their sum is largest."""
+    for name, changes in CHANGES.items():
+        found = due(answer(list(changes)))
+        case = f"a list {name}: "
+        if not isinstance(found, Mapping):
+            raise Hint(f"{case}return a dict, {{purpose: bytes}}, not {found!r}")
+        _is_at_peak(case, changes, {key: value for key, value in found.items() if value})
 
 
-def _is_peak(case: str, parts: Parts, count: int, found: float) -> None:
-    weights, activations, logits = parts
-    kept = 3 * weights
-    at_loss = activations + 3 * logits
-    gradients = weights if count > 1 else 0.0
-    right = kept + max(at_loss + gradients, weights)
-
-    def with_activations(wrong: float) -> float:
-        return kept + max(wrong + 3 * logits + gradients, weights)
-
+def _is_at_peak(case: str, changes: list[tuple[str, int]], found: dict[str, Any]) -> None:
+    now: Counter[str] = Counter()
+    taken: Counter[str] = Counter()
+    moments = []
+    for purpose, num_bytes in changes:
+        now[purpose] += num_bytes
+        taken[purpose] += max(num_bytes, 0)
+        moments.append({key: value for key, value in now.items() if value})
+    sums = [_sum(moment) for moment in moments]
+    place = sums.index(max(sums))
+    if found == moments[place]:
+        return
+    alone: Counter[str] = Counter()
+    for moment in moments:
+        alone |= Counter(moment)  # the larger of the two, for each purpose
+    expected = f"in all there are {sums[place]} bytes at the peak"
     mistakes = {
-        "at the first moment no gradient of a weight exists yet in a step of one micro-batch": (
-            kept + at_loss + weights
+        "this is what is there at its end. Is what you keep of the peak a copy, or is it changed "
+        "by the entries that follow?": found == moments[-1],
+        "this is the most of each purpose by itself, and they do not have their most at the same "
+        f"time: {expected}": found == dict(alone),
+        f"this is all that was ever taken, and what was given back is gone: {expected}": (
+            found == dict(taken)
         ),
-        "from the second micro-batch on, the gradients of the first are there all the time": (
-            kept + max(at_loss, weights)
+        f"the last entry counts as well: {expected}": (
+            found == max(moments[:-1], key=_sum) and place == len(moments) - 1
         ),
-        "there are two moments: which is the larger one here?": kept + at_loss,
-        "the loss holds three tensors as large as the logits": (
-            kept + max(activations + logits + gradients, weights)
-        ),
-        "where are the logits?": kept + max(activations + gradients, weights),
-        "AdamW keeps two numbers for each weight from step to step": right - 2 * weights,
-        "`activations` are those of one micro-batch, and backward frees them before the next one": (
-            with_activations(count * activations)
-        ),
-        "`activations` are those of one micro-batch already: why divide them?": (
-            with_activations(activations / count)
+        f"there is no purpose {next(iter(set(found) - set(taken)), None)!r} in it": bool(
+            set(found) - set(taken)
         ),
     }
-    otherwise = (
-        f"{found:,.0f} bytes, expected are {right:,.0f}: what exists at each of the two moments?"
-    )
-    diagnose(case, found, right, mistakes, otherwise, tolerance=1e-6)
+    refuse(mistakes, case)
+    raise Hint(f"{case}you have {found}, and {expected}: what is there at that moment?")
+
+
+def _sum(moment: dict[str, int]) -> int:
+    return sum(moment.values())
 
 
 # ---- 16.2
@@ -283,6 +283,7 @@ def _trial(run: Callable[..., Any], dropout: float, first: bool, second: bool) -
     x = torch.randn(5, 6, generator=generator, dtype=torch.float64, requires_grad=first)
     scale = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=second)
     torch.manual_seed(7)
+    torch.rand(2)  # so that the seed alone does not tell the state of the generator
     # an input is seldom a leaf: it comes from the layer before
     output = due(run(block, x * 1.0, scale * 1.0))
     tensor(output, what="forward returned")
@@ -427,6 +428,134 @@ def _twice_backward(run: Callable[..., Any]) -> list[Any]:
 
 # ---- 16.4
 
+aten = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.addmm.default)
+NUM_LAYERS = 2
+WIDTH = 48
+KEPT = 10  # numbers for each token and feature of a layer: its input, 3, 1, 1 and 4
+SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+CHEAP = (
+    "the output of {names} is kept, {kept:.0f} numbers in all for each token and feature, and "
+    "{expected} are enough: what takes few FLOPs is cheap to compute again"
+)
+
+
+class _Step(NamedTuple):
+    """Forward and backward of some layers.
+
+    Args:
+        ran: How often each expensive operation ran, by what it is called in a hint.
+        kept: After forward, in numbers for each token and feature of a layer.
+        answers: What the policy said: {operation: its answers}.
+    """
+
+    ran: Counter[str]
+    kept: float
+    answers: dict[Any, list[Any]]
+
+
+def policy(answer: Callable[..., Any]) -> None:
+    """The learner's `policy(ctx, op, *args, **kwargs)` for selective checkpointing."""
+    due(answer)
+    cases = {f"in layers of {WIDTH} features, ": True, "in layers without biases, ": False}
+    for case, bias in cases.items():
+        plain = _step(None, bias)
+        own = _step(answer, bias)
+        for op, values in own.answers.items():
+            _is_a_policy(f"{case}for {op}: ", values)
+        twice = own.ran - plain.ran
+        for name in twice:
+            raise Hint(f"{case}{name} runs again in backward: is its output kept?")
+        _keeps_ten(case, own)
+
+
+def _is_a_policy(case: str, values: list[Any]) -> None:
+    for value in values:
+        if not isinstance(due(value), CheckpointPolicy | bool):
+            raise Hint(f"{case}it returned {value!r}, expected is one of CheckpointPolicy's")
+
+
+def _keeps_ten(case: str, own: _Step) -> None:
+    if own.kept < KEPT + 0.5:
+        return
+    saved = []
+    for op, values in own.answers.items():
+        is_saved = any(value in (True, *SAVES) for value in values)
+        if is_saved and not op.is_view and not _is_expensive(op):
+            saved.append(str(op))
+    if saved:
+        names = ", ".join(saved)
+        raise Hint(case + CHEAP.format(names=names, kept=own.kept, expected=KEPT))
+    raise Hint(
+        f"{case}{own.kept:.0f} numbers are kept for each token and feature, and {KEPT} are enough: "
+        "of which product does nothing in backward need the output?"
+    )
+
+
+def _step(answer: Callable[..., Any] | None, bias: bool) -> _Step:
+    """Run it, under the policy or without checkpointing."""
+    torch.manual_seed(0)
+    layers = [Block(WIDTH, 3, 4 * WIDTH, causal=True) for _ in range(NUM_LAYERS)]
+    for layer in layers:
+        for module in layer.modules():
+            if isinstance(module, nn.Linear) and not bias:
+                module.register_parameter("bias", None)
+    x = torch.randn(2, 32, WIDTH, requires_grad=True)
+    answers: dict[Any, list[Any]] = {}
+
+    def asked(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        assert answer is not None
+        try:
+            value = answer(ctx, op, *args, **kwargs)
+        except IndexError as error:
+            raise Hint(
+                f"for {op}, which has {len(args)} arguments, the policy asks for one more"
+            ) from error
+        answers.setdefault(op, []).append(value)
+        return value
+
+    def work() -> Tensor:
+        hidden = x
+        for layer in layers:
+            if answer is None:
+                hidden = layer(hidden)
+            else:
+                contexts = partial(create_selective_checkpoint_contexts, asked)
+                hidden = torch_checkpoint.checkpoint(
+                    layer, hidden, use_reentrant=False, context_fn=contexts
+                )
+        return hidden
+
+    ran = _Expensive()
+    with ran:
+        work().sum().backward()
+    outputs = []
+    left = allocated_bytes(lambda: outputs.append(work()), torch.device("cpu")).left
+    return _Step(ran.counted, left / (NUM_LAYERS * x.nbytes), answers)
+
+
+def _is_expensive(op: Any) -> bool:
+    return op in PRODUCTS or "attention" in str(op)
+
+
+class _Expensive(TorchDispatchMode):
+    """Counts the products, by the shape of their last factor, and the kernels of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in PRODUCTS:
+            name = str(func.overloadpacket).removeprefix("aten.")
+            self.counted[f"`{name}` with a weight of {list(args[-1].shape)}"] += 1
+        elif "attention" in str(func):
+            self.counted["attention"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# ---- 16.5
+
 NO_REFERENCE = (
     "{left:,} bytes of activations are still in memory when forward has ended: what keeps a "
     "tensor alive? `pack` returns a path, and self keeps no tensor"
@@ -538,7 +667,7 @@ def _moves_a_step(case: str, hooks: Any, folder: Path, model: nn.Module, x: Tens
     refuse({f"{num_files} files are left after backward": num_files > 0}, case)
 
 
-# ---- 16.5
+# ---- 16.6
 
 NEARLY_BEST = 0.85
 
@@ -625,12 +754,12 @@ def _fits_for_real(case: Case, settings: Settings) -> None:
 
 EXERCISES = {
     "16.1": Exercise(
-        check=peak,
-        praise="the larger of the two moments, with the gradients where they belong",
+        check=at_peak,
+        praise="what is there at the moment when most is there",
         hints=(
-            "Write down what exists at the two moments: when the loss's backward begins, and when "
-            "the last gradient is there.",
-            "With several micro-batches, when do the gradients of the first one go away?",
+            "Go through the list with a dict of what is there now. Each entry changes one purpose.",
+            "Whenever the sum is larger than ever before, keep what is there: "
+            "as a copy, because the dict goes on changing.",
         ),
     ),
     "16.2": Exercise(
@@ -658,6 +787,16 @@ EXERCISES = {
         ),
     ),
     "16.4": Exercise(
+        check=policy,
+        praise="10 numbers of a layer are kept, and no product is computed twice",
+        hints=(
+            "Which of a layer's operations take many FLOPs? Of these the output is kept, of all "
+            "others it is not.",
+            "Which product comes last in a layer? What tells the shape of its weight from those "
+            "of the other three?",
+        ),
+    ),
+    "16.5": Exercise(
         check=offloading,
         praise="nothing but weights is left in memory, and the gradients are the same",
         hints=(
@@ -666,7 +805,7 @@ EXERCISES = {
             "In `unpack` you get either a weight or a path: isinstance tells them apart.",
         ),
     ),
-    "16.5": Exercise(
+    "16.6": Exercise(
         check=choose,
         praise="it fits, it keeps the global batch, and nothing that fits is much faster",
         hints=(

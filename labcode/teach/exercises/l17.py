@@ -657,6 +657,81 @@ def _has_nothing_to_do(train: Train) -> None:
 
 # ---- 17.5
 
+Suspects = Callable[[Sequence[str], Sequence[str]], Any]
+REPLAYS = {  # (ranks, {(rank, batch) of what comes out wrong}, the suspects)
+    "4 ranks, and all agree": (4, set(), []),
+    "4 ranks, rank 2 is broken": (4, {(2, 2), (2, 1)}, [2]),
+    "4 ranks, rank 0 is broken": (4, {(0, 0), (0, 3)}, [0]),
+    "5 ranks, rank 4 is broken": (5, {(4, 4), (4, 3)}, [4]),
+    "3 ranks, rank 1 is broken": (3, {(1, 1), (1, 0)}, [1]),
+    "4 ranks, rank 1 is wrong about its own batch only": (4, {(1, 1)}, [1, 2]),
+    "4 ranks, rank 3 is wrong about its own batch only": (4, {(3, 3)}, [0, 3]),
+    "4 ranks, rank 0 is wrong about the batch of rank 3 only": (4, {(0, 3)}, [0, 3]),
+    "2 ranks, rank 1 is broken": (2, {(1, 1), (1, 0)}, [0, 1]),
+}
+
+
+def replay(suspects: Suspects) -> None:
+    """The learner's `suspects(own, again)`."""
+    if not callable(suspects):
+        raise Hint("give the function itself: it is asked about several replays")
+    with without(l17_by_hand.suspects):
+        for what, (num_ranks, wrong, truth) in REPLAYS.items():
+            own, again = _checksums(num_ranks, wrong)
+            given = (list(own), list(again))
+            try:
+                found = due(suspects(*given))
+            except Exception as error:
+                if is_stub(error) or isinstance(error, Hint):
+                    raise
+                raise Hint(f"{what}: {reason(error)}") from error
+            refuse({"it has changed one of the lists": given != (own, again)}, f"{what}: ")
+            _are_suspected(f"{what}: own={own}, again={again}: ", found, truth, num_ranks)
+
+
+def _checksums(num_ranks: int, wrong: set[tuple[int, int]]) -> tuple[list[str], list[str]]:
+    """What the ranks have found: a letter for each batch, in capitals where it came out wrong."""
+
+    def found(rank: int, batch: int) -> str:
+        letter = "abcdefgh"[batch]
+        return f"{letter.upper()}{rank}" if (rank, batch) in wrong else f"{letter}-"
+
+    own = [found(rank, rank) for rank in range(num_ranks)]
+    again = [found(rank, (rank - 1) % num_ranks) for rank in range(num_ranks)]
+    return own, again
+
+
+def _are_suspected(case: str, found: Any, truth: list[int], num_ranks: int) -> None:
+    if isinstance(found, tuple | set | frozenset):
+        raise Hint(f"{case}found {found!r}: give a list, in rising order")
+    if not isinstance(found, list):
+        raise Hint(f"{case}found {found!r}: give a list of ranks")
+    everybody = list(range(num_ranks))
+    mistakes = {
+        "a list of ranks, which are whole numbers, was expected": any(
+            not isinstance(rank, int) or isinstance(rank, bool) for rank in found
+        ),
+        "nobody disagrees, so nobody is suspected": not truth and found,
+        "the ranks are right, but not each once and in rising order": (
+            found != truth and truth and sorted(set(found)) == truth
+        ),
+        "ranks disagree about a batch, and nobody is suspected. Who computes the last batch a "
+        "second time?": not found and truth,
+        "every pair that disagrees is in your list. Which rank is in two of them?": (
+            len(truth) == 1 and set(truth) < set(found) and len(found) == 3 and num_ranks > 3
+        ),
+        "every rank is suspected. `own[r]` and `again[r]` are of two batches; which two places "
+        "are about the same batch?": found == everybody and truth != everybody,
+        "only one of the two is suspected. They disagree about one batch, and nothing says which "
+        "of them is right": len(truth) == 2 and set(found) < set(truth),
+        f"found {found}. Which two ranks have computed each batch, and about which batches do "
+        "they disagree?": found != truth,
+    }
+    refuse(mistakes, case)
+
+
+# ---- 17.6
+
 KEYS = ("kind", "interval_s", "keep", "mtbf_s", "overhead")
 KINDS = ("blocking", "background")
 WITHIN = 1.15  # of the cheapest plan's cost
@@ -827,6 +902,15 @@ EXERCISES = {
         ),
     ),
     "17.5": Exercise(
+        check=replay,
+        praise="the broken rank is found by its neighbours, though every number looks ordinary",
+        hints=(
+            "batch b is computed by rank b, as its own, and by one more rank: where in `again` is "
+            "that result?",
+            "count for each rank in how many disagreements it has a part",
+        ),
+    ),
+    "17.6": Exercise(
         check=plan,
         praise="a plan that this cluster can keep, at a cost that you knew beforehand",
         hints=(

@@ -588,7 +588,7 @@ def _loses(
 EXERCISES = {
     "21.1": Exercise(
         check=days_and_mfu,
-        praise="days for whom pays, MFU for whom programs",
+        praise="days for whoever pays, MFU for whoever programs",
         hints=(
             "How many tokens does a step train on? How many steps are there then?",
             "MFU is a rate over a rate: the FLOPs that the model needs in a second, over those "

@@ -9,6 +9,7 @@ data_parallel.py a step, uneven shares, accumulation, memory, buckets      lesso
 overlap.py       what a core computes while the link carries buckets       lesson 05
 grid.py          the ranks of a grid on their nodes, coloured by group     lessons 08, 15
 rank_order.py    the digits of a rank, the links that leave a node         lesson 08
+adapters.py      which adapters carry an all-reduce over two nodes       lesson 08
 pipeline.py      stages and their messages; F, B, I, W of a pipeline       lessons 12, 15
 timeline.py      who is busy when                                          any lesson
 profile.py       where a recorded step's time went, and its memory         lessons 02, 16

@@ -32,7 +32,7 @@ NAMES = {"zigzag": "zig-zag"}  # of layouts, as one writes them in a sentence
 Tile = tuple[int, int]  # query chunk, key chunk
 
 
-def tiles(p: int, layout: str) -> dict[Tile, tuple[int, int]]:
+def tiles(p: int, layout: str, documents: Sequence[int] = ()) -> dict[Tile, tuple[int, int]]:
     """Who computes which tile of the causal mask over 2p chunks, and in which step of the ring.
 
     A rank computes its own queries; the keys of rank s reach rank r in step (r - s) mod p.
@@ -40,21 +40,37 @@ def tiles(p: int, layout: str) -> dict[Tile, tuple[int, int]]:
     Args:
         p: Number of ranks that share the sequence.
         layout: Which chunks a rank holds, "contiguous" or "zigzag".
+        documents: How many chunks each packed document has; a query sees its own document alone.
+            None given: the sequence is one document.
 
     Returns:
         {(query chunk, key chunk): (rank, step)}; tiles that are masked completely are missing.
 
     Raises:
-        ValueError: An unknown layout.
+        ValueError: An unknown layout, or documents that do not fill the sequence.
     """
     owner = _owners(p, layout)
+    first = _first_chunks(2 * p, documents)
     found = {}
     for query in range(2 * p):
-        for key in range(query + 1):
+        for key in range(first[query], query + 1):
             rank = owner[query]
             step = (rank - owner[key]) % p
             found[query, key] = (rank, step)
     return found
+
+
+def _first_chunks(num_chunks: int, documents: Sequence[int]) -> list[int]:
+    """For each chunk, the first one of its document."""
+    lengths = documents or (num_chunks,)
+    if sum(lengths) != num_chunks:
+        raise ValueError(
+            f"documents of {sum(lengths)} chunks in a sequence of {num_chunks}: they must fill it"
+        )
+    first = []
+    for length in lengths:
+        first += [len(first)] * length
+    return first
 
 
 def _owners(p: int, layout: str) -> dict[int, int]:
@@ -69,7 +85,12 @@ def _owners(p: int, layout: str) -> dict[int, int]:
 
 @figure
 def causal(
-    p: int, layouts: Sequence[str] = ("contiguous", "zigzag"), *, title: str = "", alt: str
+    p: int,
+    layouts: Sequence[str] = ("contiguous", "zigzag"),
+    *,
+    documents: Sequence[int] = (),
+    title: str = "",
+    alt: str,
 ) -> Picture:
     """The mask in 2p x 2p tiles, coloured by rank; the number in a tile is the step of the ring.
 
@@ -79,11 +100,13 @@ def causal(
     Args:
         p: Number of ranks that share the sequence, 2 to 6.
         layouts: Which chunks a rank holds, one panel for each ("contiguous", "zigzag").
+        documents: As for `tiles`.
         title: Above the figure.
         alt: What the figure shows.
 
     Raises:
-        ValueError: A number of ranks that does not fit, or an unknown layout.
+        ValueError: A number of ranks that does not fit, an unknown layout, or documents that do not
+            fill the sequence.
     """
     if not 2 <= p <= MAX_RANKS:
         raise ValueError(f"p={p}: draw the mask of 2 to {MAX_RANKS} ranks")
@@ -93,7 +116,7 @@ def causal(
         height_in += 0.3
     picture = canvas(width_in, height_in, alt=alt, columns=len(layouts))
     for axes, layout in zip(picture.axes, layouts):
-        _draw_mask(axes, p, layout)
+        _draw_mask(axes, p, layout, documents)
         axes.set_title(NAMES.get(layout, layout), loc="left", fontsize=10)
     put_headline(picture, title)
     signs = []
@@ -112,13 +135,13 @@ def causal(
     return picture
 
 
-def _draw_mask(axes: Axes, p: int, layout: str) -> None:
+def _draw_mask(axes: Axes, p: int, layout: str, documents: Sequence[int]) -> None:
     """One panel of `causal`: x counts key chunks to the right, -y query chunks downwards."""
     n = 2 * p
     square = (0, -n)
     axes.add_patch(Rectangle(square, n, n, facecolor=PALE, edgecolor="none"))
     diagonal_size = 9 - 0.3 * n  # points
-    for (query, key), (rank, step) in tiles(p, layout).items():
+    for (query, key), (rank, step) in tiles(p, layout, documents).items():
         if query == key:
             _draw_diagonal_tile(axes, query, rank, step, diagonal_size)
         else:

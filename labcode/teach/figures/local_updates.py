@@ -11,6 +11,7 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
 from labcode.teach.figures.style import (
     MARKERS,
+    PALE,
     PALETTE,
     Picture,
     canvas,
@@ -41,8 +42,9 @@ class LossCurve(NamedTuple):
 def loss_against_cost(curves: Mapping[str, LossCurve], *, alt: str, title: str = "") -> Picture:
     """The same trainings twice: loss against seconds, and loss against bytes on a log axis.
 
-    Where nothing has been sent yet there is no place on a log axis: the curves on the right begin
-    with the first point that has.
+    Shaded is where all of them still run: beyond it one has no loss to compare with. Where nothing
+    has been sent yet there is no place on a log axis: the curves on the right begin with the first
+    point that has.
 
     Args:
         curves: {name: the training}.
@@ -61,7 +63,10 @@ def loss_against_cost(curves: Mapping[str, LossCurve], *, alt: str, title: str =
         sent = [(size, loss) for size, loss in zip(curve.sent_bytes, curve.losses) if size > 0]
         megabytes = [size / 1e6 for size, _ in sent]
         _draw(against_bytes, number, name, megabytes, [loss for _, loss in sent])
-    against_time.set(xlabel="seconds", ylabel="validation loss", xlim=(0, None))
+    together_s = min(curve.seconds[-1] for curve in curves.values())
+    against_time.axvspan(0, together_s, color=PALE, zorder=0, label="all still run")
+    against_time.set(xlabel="seconds", ylabel="loss, nats per character")
+    against_time.set_xlim(0, None)
     against_bytes.set(xlabel="MB sent by each rank", xscale="log")
     against_bytes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     against_bytes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
@@ -69,7 +74,7 @@ def loss_against_cost(curves: Mapping[str, LossCurve], *, alt: str, title: str =
     against_bytes.sharey(against_time)
     against_bytes.tick_params(labelleft=False)
     handles, names = against_time.get_legend_handles_labels()
-    picture.figure.legend(handles, names, loc="outside lower center", ncols=3)
+    picture.figure.legend(handles, names, loc="outside lower center", ncols=4)
     put_headline(picture, title)
     return picture
 

@@ -4,7 +4,8 @@ Lessons 20 and 21 use them; `plot.step_anatomy`, `plot.layout_map`, `plot.scalin
 `plot.step_parts` are the ways in.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
@@ -92,7 +93,7 @@ def layout_map(
     title: str = "",
     named: Mapping[str, tuple[float, float]] | None = None,
 ) -> Picture:
-    """Every layout as a point: seconds of a step to the right, memory upwards.
+    """Every layout as a point, seconds of a step to the right, memory upwards; and their front.
 
     Args:
         groups: {kind of layout: (seconds, GiB)}.
@@ -117,6 +118,8 @@ def layout_map(
             linewidths=0.3,
             label=name,
         )
+    front = _front(itertools.chain.from_iterable(groups.values()))
+    axes.step(*zip(*front), where="post", color=INK, lw=1.2, label="Pareto front", gid="front")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.axhspan(limit_gib, axes.get_ylim()[1], color=PALE, zorder=0)
@@ -145,6 +148,15 @@ def layout_map(
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8.5)
     put_headline(picture, title)
     return picture
+
+
+def _front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those than which no other is both faster and smaller, the fastest first."""
+    front: list[tuple[float, float]] = []
+    for seconds, memory in sorted(points):
+        if not front or memory < front[-1][1]:
+            front.append((seconds, memory))
+    return front
 
 
 @figure

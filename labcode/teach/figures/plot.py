@@ -7,6 +7,7 @@
 lessons import; the drawings themselves are in the files beside it.
 """
 
+from labcode.teach.figures.adapters import ways_over_nodes
 from labcode.teach.figures.attention import causal
 from labcode.teach.figures.charts import bars, curves, heatmap, lines
 from labcode.teach.figures.checkpointing import activation_checkpointing
@@ -29,6 +30,8 @@ from labcode.teach.figures.jobs import launch_chain, second_attempt
 from labcode.teach.figures.large_batch import (
     gradient_noise,
     local_steps,
+    rates_against_batch,
+    speed_and_price,
     steps_against_batch,
     sweep,
 )
@@ -100,6 +103,7 @@ __all__ = [
     "overlap",
     "pipeline",
     "progress",
+    "rates_against_batch",
     "reduction_groups",
     "ring",
     "ring_attention",
@@ -110,6 +114,7 @@ __all__ = [
     "save_steps",
     "scaling",
     "second_attempt",
+    "speed_and_price",
     "spread_of_parts",
     "stages",
     "step_anatomy",
@@ -124,6 +129,7 @@ __all__ = [
     "ulysses",
     "ward_round",
     "watched_layer",
+    "ways_over_nodes",
     "zero",
     "zero_steps",
 ]

@@ -152,11 +152,22 @@ def _end_ms(timeline: MemoryTimeline) -> float:
 
 
 def _draw_parts(axes: Axes, timeline: MemoryTimeline, end_ms: float) -> None:
-    """The names of the parts above the axes, with a line where each begins."""
+    """The names of the parts above the axes, with a line where each begins.
+
+    Where a part that comes again is too narrow for its name, all parts have their first letter.
+    """
     above = blended_transform_factory(axes.transData, axes.transAxes)
+    names = [name for name, _, _ in timeline.parts]
+    in_letters = False
+    for name, start_ms, stop_ms in timeline.parts:
+        in_letters |= names.count(name) > 1 and not _fits(name, stop_ms - start_ms, end_ms)
     for name, start_ms, stop_ms in timeline.parts:
         axes.axvline(start_ms, color=RULE, lw=0.7, ls=":")
-        is_wide = stop_ms - start_ms > 0.0165 * len(name) * end_ms
-        if is_wide:
+        text = name[0].upper() if in_letters else name
+        if _fits(text, stop_ms - start_ms, end_ms):
             middle_ms = (start_ms + stop_ms) / 2
-            put_text(axes, middle_ms, 1.03, name, 9, transform=above)
+            put_text(axes, middle_ms, 1.03, text, 9, transform=above)
+
+
+def _fits(text: str, width_ms: float, end_ms: float) -> bool:
+    return width_ms > 0.0165 * len(text) * end_ms

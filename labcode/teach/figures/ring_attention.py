@@ -10,6 +10,7 @@ from matplotlib.patches import Rectangle
 
 from labcode.teach.figures.style import (
     INK,
+    PALE,
     RULE,
     Picture,
     blank,
@@ -119,7 +120,8 @@ def _draw_hops(axes: Axes, p: int, x: float) -> None:
 def ring_gradients(p: int = 4, *, title: str = "", alt: str) -> Picture:
     """The sums of dK and dV on their way round: whose terms are in each, after each step's work.
 
-    One panel for a step and one for the end; one row for a rank. A stripe is a rank's term.
+    One panel for a step and one for the end; one row for a rank. A stripe is a rank's term; it is
+    hatched where the rank sees none of these keys.
 
     Args:
         p: Number of ranks, 2 to 5.
@@ -141,7 +143,7 @@ def ring_gradients(p: int = 4, *, title: str = "", alt: str) -> Picture:
             if step == 0:
                 put_text(axes, -0.15, y, f"rank {rank}", 9, ha="right", color=INK)
             put_text(axes, 0.3, y, f"d{source}", 9, color=INK)
-            _draw_terms(axes, 0.65, y, p, sums[rank])
+            _draw_terms(axes, 0.65, y, p, source, sums[rank])
         if step < p:
             _draw_hops(axes, p, 0.65 + p * 0.2)
         title = f"step {step}" if step < p else "at home"
@@ -152,8 +154,13 @@ def ring_gradients(p: int = 4, *, title: str = "", alt: str) -> Picture:
     return picture
 
 
-def _draw_terms(axes: Axes, x: float, y: float, p: int, ranks: tuple[int, ...]) -> None:
-    """A row of p places, of which those of `ranks` are filled, with the rank's number."""
+def _draw_terms(
+    axes: Axes, x: float, y: float, p: int, source: int, ranks: tuple[int, ...]
+) -> None:
+    """A row of p places, of which those of `ranks` are filled, with the rank's number.
+
+    Places of ranks before `source`, which do not see its keys, are hatched.
+    """
     for rank in range(p):
         corner = (x + 0.4 * rank, y - 0.3)
         place = Rectangle(corner, 0.4, 0.6, fill=False, edgecolor=RULE, linewidth=0.6)
@@ -162,6 +169,8 @@ def _draw_terms(axes: Axes, x: float, y: float, p: int, ranks: tuple[int, ...]) 
             colour = colour_of(rank)
             place.set(fill=True, facecolor=colour, gid=f"term {rank}")
             put_text(axes, x + 0.4 * rank + 0.2, y, str(rank), 8, color=ink_on(colour))
+        elif rank < source:
+            place.set(fill=True, facecolor=PALE, hatch="/////")
 
 
 @figure

@@ -8,7 +8,7 @@ no core. So times can be predicted, and they come out the same on a laptop and o
 long as its cores are faster than the emulated devices.
 
 Nothing overlaps here: a rank that sends does not compute. It is the plainest model of a cluster,
-and the slowest.
+and the slowest. Only the all-reduces of one group may travel in the background, as DDP's do.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, ParallelConfig
 from labcode.models.gpt import GPT
 from labcode.models.parallelize import parallelize
-from labcode.perf.alpha_beta import Link, time_s
+from labcode.perf.alpha_beta import COLLECTIVES, Link, time_s
 from labcode.perf.step import ClusterModel
 from labcode.perf.traffic import Traffic, ring
 from labcode.schedules import Action
@@ -36,6 +36,7 @@ from labcode.topology import GridShape
 
 # A device may be this much ahead before its rank sleeps: shorter sleeps cost more than they last.
 LATE_S = 2e-3
+SMALL_BUCKET_MB = 0.06  # so that the small models of the labs have several
 
 NO_LINK = Link(0.0, float("inf"))
 AS_IT_IS = ClusterModel(float("inf"), inside=NO_LINK, between=NO_LINK)
@@ -45,7 +46,7 @@ class SentMessage(NamedTuple):
     """One that this rank sent.
 
     Args:
-        kind: all_reduce or send.
+        kind: Of `alpha_beta.COLLECTIVES`.
         members: Global ranks: of the group, in order, or the sender and the receiver.
         num_bytes: Of the whole tensor.
         seconds: What the emulated link takes.
@@ -58,10 +59,12 @@ class SentMessage(NamedTuple):
 
 
 @contextlib.contextmanager
-def emulated(cluster: ClusterModel) -> Iterator[list[SentMessage]]:
-    """Give matrix products, all-reduces and sends of this process the times of a cluster.
+def emulated(
+    cluster: ClusterModel, in_background: Sequence[int] = ()
+) -> Iterator[list[SentMessage]]:
+    """Give matrix products, collectives and sends of this process the times of a cluster.
 
-    An all-reduce is waited for, and then takes its time on every rank. A send takes its time before
+    A collective is waited for, and then takes its time on every rank. A send takes its time before
     the message leaves, so a receiver gets it as late as over the link, and the sender is kept from
     its work meanwhile. Groups of one send nothing.
 
@@ -69,14 +72,17 @@ def emulated(cluster: ClusterModel) -> Iterator[list[SentMessage]]:
 
     Args:
         cluster: Whose times.
+        in_background: Global ranks of a group whose all-reduces travel one after the other while
+            the device computes; they are waited for at the end of the block.
 
     Returns:
         What this process sends inside the block.
     """
-    emulator = _Emulator(cluster)
+    emulator = _Emulator(cluster, tuple(in_background))
     with emulator:
         yield emulator.sent
         emulator.device.wait()
+        emulator.wire.wait()
 
 
 class _Emulator(CollectiveSpy):
@@ -84,21 +90,24 @@ class _Emulator(CollectiveSpy):
 
     Attributes:
         device: What this rank computes on.
+        wire: What carries the all-reduces in the background.
         sent: The messages so far.
     """
 
-    def __init__(self, cluster: ClusterModel) -> None:
+    def __init__(self, cluster: ClusterModel, in_background: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.cluster = cluster
+        self.in_background = in_background
         self.device = EmulatedResource()
+        self.wire = EmulatedResource()
         self.sent: list[SentMessage] = []
 
     def on_collective(self, call: Collective, start: Callable[[], Any]) -> Any:
-        """All-reduces and sends take their time; nothing else is sent by a step that matters."""
-        if call.name == "all_reduce":
-            return self._all_reduce(call, start)
+        """Collectives and sends take their time."""
         if call.name == "send":
             self._send(call)
+        elif call.name in COLLECTIVES:
+            return self._collective(call, start)
         return start()
 
     def on_operation(
@@ -114,7 +123,12 @@ class _Emulator(CollectiveSpy):
                 self.device.wait()
         return result
 
-    def _all_reduce(self, call: Collective, start: Callable[[], Any]) -> Any:
+    def _collective(self, call: Collective, start: Callable[[], Any]) -> Any:
+        if call.ranks == self.in_background:
+            # begins when the device has made what is sent, and this rank goes on
+            ready_s = max(self.device.free_at_s, time.perf_counter())
+            self.wire.take(self._seconds(call), asked_at_s=ready_s)
+            return start()
         alone = len(call.ranks) == 1
         if not alone:
             self.device.wait()  # the device has not got there yet
@@ -127,10 +141,14 @@ class _Emulator(CollectiveSpy):
     def _send(self, call: Collective) -> None:
         """Sleep for as long as the link takes, once the device has made what is sent."""
         self.device.wait()
+        time.sleep(self._seconds(call))
+
+    def _seconds(self, call: Collective) -> float:
+        """What the link takes, which is noted."""
         link = self.cluster.link(call.ranks)
         seconds = time_s(call.name, len(call.ranks), call.num_bytes, link)
         self.sent.append(SentMessage(call.name, call.ranks, call.num_bytes, seconds))
-        time.sleep(seconds)
+        return seconds
 
 
 def _flops(
@@ -188,6 +206,7 @@ def timed_steps(
     cluster: ClusterModel = AS_IT_IS,
     repeats: int = 3,
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b",
+    overlap: bool = False,
 ) -> Stepped:
     """One step without the clock and then `repeats` steps on it.
 
@@ -201,6 +220,7 @@ def timed_steps(
         cluster: What to emulate.
         repeats: Steps on the clock.
         schedule: Of the pipeline.
+        overlap: Whether gradients travel in buckets while backward still computes.
 
     Raises:
         ValueError: A batch that cannot be cut so, or a model that does not fit the grid.
@@ -214,7 +234,11 @@ def timed_steps(
     assert model.vocab_size is not None
     grid = Grid.create(shape)
     torch.manual_seed(0)
-    config = ParallelConfig(data_parallel="labcode", pipeline_schedule=schedule)
+    bucket_mb = SMALL_BUCKET_MB if overlap else 25.0
+    config = ParallelConfig(
+        data_parallel="labcode", pipeline_schedule=schedule, bucket_mb=bucket_mb
+    )
+    copies = dist.get_process_group_ranks(grid.group("dp")) if overlap else ()
     device = grid.mesh.device_type
     share = parallelize(GPT(model).to(device), grid, config)
     generator = torch.Generator().manual_seed(1)
@@ -233,7 +257,7 @@ def timed_steps(
         share.on_action = _recorder(recorded)
         dist.barrier()
         begin = time.perf_counter()
-        with emulated(cluster if step else AS_IT_IS) as sent:
+        with emulated(cluster if step else AS_IT_IS, copies) as sent:
             total = share.forward_backward(batches)
         if step:
             begins.append(begin)

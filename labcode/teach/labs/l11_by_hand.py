@@ -3,9 +3,11 @@
 from labcode.comm.counting import counted
 from labcode.models import layers
 from labcode.parallel import attention_block
+from labcode.parallel.context import RingAttention
 from labcode.parallel.context import take_own
 from labcode.perf import alpha_beta
 from labcode.perf.saved_bytes import saved_bytes
+from typing import NamedTuple
 import math
 import torch
 import torch.distributed as dist
@@ -48,6 +50,14 @@ def ring_forward(q, k, v, group):
     return out, lse
 
 
+class Beside(NamedTuple):
+    """An attention over ranks beside that of one process."""
+
+    off: float  # largest difference of output and gradients
+    forward_bytes: float  # sent
+    backward_bytes: float
+    kept_bytes: int
+
 def wire_bytes(calls):
     """Bytes that a rank sends; a collective counts as on a ring."""
     sent = 0
@@ -56,27 +66,34 @@ def wire_bytes(calls):
             sent += alpha_beta.bytes_sent(call.kind, call.group_size, call.num_bytes)
     return sent
 
-def beside_one_process(rank, attention, layout, query_heads=4):
-    """(largest difference of output and gradients, bytes sent, bytes kept)"""
+def beside_one_process(rank, attention, layout, dtype, heads=4, key_heads=4):
+    """Run both, forward and backward."""
     group = dist.group.WORLD
     core = layers.CoreAttention(causal=True)
     draw = torch.Generator().manual_seed(0)
     wholes = []
     parts = []
-    for heads in (query_heads, 4, 4):  # of q, k and v
-        whole = torch.randn(1, heads, 1024, 32, dtype=torch.float64, generator=draw)
+    for own_heads in (heads, key_heads, key_heads):  # of q, k and v
+        whole = torch.randn(1, own_heads, 1024, 32, generator=draw).to(dtype)
         own = take_own(whole, group, 2, layout)  # [B, heads, S/p, D]
         parts.append(own.requires_grad_())
         wholes.append(whole.requires_grad_())
     expected = core(*wholes)
     expected.square().sum().backward()
 
-    with saved_bytes(core) as saved, counted() as calls:
+    with saved_bytes(core) as saved, counted() as forward:
         out = attention(core, group, layout, *parts)
         kept_bytes = saved.total()
+    with counted() as backward:
         out.square().sum().backward()
     differences = [out - take_own(expected, group, 2, layout)]
     for part, whole in zip(parts, wholes):
         differences.append(part.grad - take_own(whole.grad, group, 2, layout))
     off = max(one.abs().max().item() for one in differences)
-    return off, wire_bytes(calls), kept_bytes
+    return Beside(off, wire_bytes(forward), wire_bytes(backward), kept_bytes)
+
+def with_ring(core, group, layout, q, k, v):
+    """labcode's ring in place of `core`."""
+    ring = RingAttention(core, group, layout)
+    ring.length = 1024  # S; without it the ranks would ask each other
+    return ring(q, k, v)

@@ -1,7 +1,19 @@
 """Solutions that cells of lesson 16 show and use; `make notebooks` writes this."""
 
+from torch.utils.checkpoint import CheckpointPolicy
 import torch
 import torch.nn.functional as F
+
+
+def at_peak(changes):
+    """{purpose: bytes} at the moment when their sum is largest."""
+    now = {}
+    most = {}
+    for purpose, num_bytes in changes:
+        now[purpose] = now.get(purpose, 0) + num_bytes
+        if sum(now.values()) > sum(most.values()):
+            most = dict(now)
+    return {purpose: size for purpose, size in most.items() if size}
 
 
 class LossInChunks(torch.autograd.Function):
@@ -31,6 +43,20 @@ class LossInChunks(torch.autograd.Function):
     def backward(ctx, grad):
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad * grad_hidden, grad * grad_weight, None, None
+
+
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+
+def policy(ctx, op, *args, **kwargs):
+    """Whether the output of op(*args) is kept."""
+    if "attention" in str(op):
+        return CheckpointPolicy.MUST_SAVE
+    if op in PRODUCTS:
+        num_in, num_out = args[-1].shape
+        if num_in <= num_out:  # `down` alone makes fewer features than it takes
+            return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Offload:

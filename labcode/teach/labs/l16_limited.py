@@ -11,6 +11,8 @@ In float32 a training needs what `perf.training_memory` says and 10 to 11 MiB mo
 some 28 MiB more, because the products have their weights in an order of their own.
 """
 
+import html
+import itertools
 import json
 import math
 import re
@@ -105,6 +107,29 @@ def train_within(
     steps = DONE.findall(ended.stdout)
     step_ms = float(steps[-1][2]) if steps else math.nan
     return Outcome(ended.stdout, ended.returncode, step_ms)
+
+
+def show_log(outcome: Outcome) -> None:
+    """What a training printed; of a traceback the error stands there, and the calls are folded."""
+    # the process with a limit has no use for what notebooks need
+    from labcode.teach import show
+
+    before, mark, rest = outcome.log.strip().partition("Traceback (most recent call last):\n")
+    before = before.strip()
+    if not mark:
+        print(before)
+        return
+    lines = rest.splitlines()
+    calls = list(itertools.takewhile(lambda line: line.startswith(" "), lines))
+    error = "\n".join(lines[len(calls) :])
+    summary = f"{mark.strip()} {len(calls)} lines"
+    folded = show.folded(html.escape(summary), _pre("\n".join(calls)))
+    plain = f"{before}\n{summary}, not shown here\n{error}"
+    show.say(plain, _pre(before) + folded + _pre(error))
+
+
+def _pre(text: str) -> str:
+    return f'<pre style="white-space: pre-wrap">{html.escape(text, quote=False)}</pre>'
 
 
 # ---- in the process with a limit

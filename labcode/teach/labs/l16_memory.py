@@ -31,6 +31,20 @@ def recorded_step(
     return memory_timeline(recorded)
 
 
+def list_changes(timeline: MemoryTimeline) -> list[tuple[str, int]]:
+    """A step's memory as a list of (purpose, bytes), in order; what is given back is negative.
+
+    It begins with what was there before the step.
+    """
+    found = [(name, used[0]) for name, used in timeline.used_bytes.items() if used[0]]
+    for place in range(1, len(timeline.time_ms)):
+        for name, used in timeline.used_bytes.items():
+            num_bytes = used[place] - used[place - 1]
+            if num_bytes:
+                found.append((name, num_bytes))
+    return found
+
+
 def _step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,

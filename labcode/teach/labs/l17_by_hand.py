@@ -21,3 +21,18 @@ def reshard(box, written):
         if all(part.stop > part.start for part in in_own):
             own[tuple(in_own)] = read()[tuple(in_theirs)]
     return own
+
+
+def suspects(own, again):
+    """The ranks that take part in the most disagreements."""
+    num_ranks = len(own)
+    times_suspected = [0] * num_ranks
+    for batch in range(num_ranks):
+        second = (batch + 1) % num_ranks
+        if own[batch] != again[second]:
+            times_suspected[batch] += 1
+            times_suspected[second] += 1
+    most = max(times_suspected)
+    if most == 0:
+        return []
+    return [rank for rank in range(num_ranks) if times_suspected[rank] == most]

@@ -27,6 +27,7 @@ from labcode.train.__main__ import main as train
 
 STUCK_S = 9.0
 COLUMNS = 100  # of a cell's output
+TOLD_STEPS = 4  # in a row; of more, the first and the last two
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 SHORT = (
     "gpt_tiny",
@@ -110,22 +111,34 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def told(output: str) -> str:
-    """What the ranks said, without the numbers that differ from run to run, and the sample text.
+    """What the ranks said, without what differs from run to run, most steps and the sample text.
 
     Args:
         output: Of `launch.run`.
     """
     lines = []
+    steps = []  # that have not been told yet
     for line in output.splitlines():
         text = line.removeprefix("[rank 0] ")
         if re.match(r"step \d+/\d+ \| loss", text):
-            text = " | ".join(text.split(" | ")[:2])
-        elif re.match(r"\d+ ranks? on", text):
+            steps.append(" | ".join(text.split(" | ")[:2]))
+            continue
+        if re.match(r"\d+ ranks? on", text):
             text = text.partition(";")[0]
         elif not re.match(r"resuming|rank \d|stopped|(\[rank \d\] )?hang", text):
             continue
+        lines.extend(_first_and_last(steps))
+        steps = []
         lines.extend(textwrap.wrap(text, COLUMNS, subsequent_indent="    "))
+    lines.extend(_first_and_last(steps))
     return "\n".join(lines)
+
+
+def _first_and_last(steps: Sequence[str]) -> list[str]:
+    """The lines of steps in a row, and of many only the first and the last two."""
+    if len(steps) <= TOLD_STEPS:
+        return list(steps)
+    return [steps[0], f"    ... {len(steps) - 3} more steps ...", *steps[-2:]]
 
 
 def resumed_from(output: str) -> int | None:

@@ -39,6 +39,7 @@ from labcode.units import GIB
 
 CPU = torch.device("cpu")
 STATE_BYTES = {"weights": 2, "gradients": 2, "optimizer": 12}  # of each weight
+BACKWARD = 2 / 3  # its share of a micro-batch's products
 RESERVED_BYTES = 4 * GIB  # context, NCCL, what the allocator cannot use
 ACTIVATION = 2  # bytes of a number that is kept or sent
 NO_LIMIT = 0.97  # a step of which more than this share is arithmetic is limited by nothing else
@@ -254,7 +255,7 @@ def memory(shape: Shape, layout: Layout, global_batch: int) -> float:
 
 
 def bus_bytes_per_s(cluster: Cluster, ranks: int, stride: int) -> float:
-    """What each rank of a ring seems to send, by the rule of two levels."""
+    """The rate that the links of one ring would need, by the rule of two levels."""
     per_node = min(ranks, max(1, cluster.gpus_per_node // stride))
     nodes = math.ceil(ranks / per_node)
     if nodes == 1:
@@ -303,6 +304,11 @@ def step_parts(
         hidden_s = min(1.5 * dp_s, product_s + tp_s)
         fsdp_s = 1.5 * dp_s - hidden_s + BUSY_WITH_COLLECTIVES * hidden_s
         dp_s = 0.0
+    else:
+        # the last backward hides gradients, and not the gather of new weights
+        gradients_s = dp_s if zero == 0 else dp_s / 2
+        hidden_s = min(gradients_s, BACKWARD * product_s)
+        dp_s += BUSY_WITH_COLLECTIVES * hidden_s - hidden_s
     pp_s = 2 * send_s(cluster, layout, act / tp) if pp > 1 else 0.0
     one = product_s + tp_s + fsdp_s + pp_s
     return {

@@ -2,7 +2,7 @@
 
 What is predicted here is predicted for the course's own training program: weights, gradients and
 the optimizer's two moments in float32, products in bfloat16. So the learner's number, the header of
-the script and what `submit` refuses are the same.
+the script and what `submit` refuses are the same. `CONVENTIONS` has what other programs keep.
 
 Held by: tests/unit/test_l21_labs.py
 """
@@ -36,6 +36,34 @@ GPT_70B = Shape(80, 8192, 64, 8, 44032, 51200, 4096)
 GPT_1B = Shape(24, 2048, 16, 16, 8192, 51200, 2048)
 
 
+# Bytes of a parameter: weight + gradient + optimizer. What is sent has the width of what is kept,
+# but gradients of 2 bytes stay so.
+CONVENTIONS: dict[str, dict[str, float | bool]] = {
+    "4+4+8": {  # labcode: the optimizer keeps two moments, and the weight is its own master
+        "weight_bytes": 4,
+        "gradient_bytes": 4,
+        "optimizer_bytes": 8,
+        "gathered_bytes": 4,
+        "reduced_bytes": 4,
+        "autocast": True,
+    },
+    "2+2+12": {  # Rajbhandari et al. 2020 (arXiv:1910.02054), section 3.1
+        "weight_bytes": 2,
+        "gradient_bytes": 2,
+        "optimizer_bytes": 12,
+        "gathered_bytes": 2,
+        "reduced_bytes": 2,
+    },
+    "2+4+12": {  # Megatron-LM in bfloat16: gradients are added up in float32
+        "weight_bytes": 2,
+        "gradient_bytes": 4,
+        "optimizer_bytes": 12,
+        "gathered_bytes": 2,
+        "reduced_bytes": 4,
+    },
+}
+
+
 @dataclass(frozen=True)
 class Brief:
     """What somebody wants to have trained.
@@ -47,6 +75,7 @@ class Brief:
         global_batch: Samples of a step.
         budget_tokens: Of the whole training.
         most_days: Until when it has to be done.
+        convention: Of `CONVENTIONS`: which bytes a rank keeps of a parameter.
     """
 
     shape: Shape
@@ -55,6 +84,7 @@ class Brief:
     global_batch: int
     budget_tokens: float
     most_days: float
+    convention: str = "4+4+8"
 
     @property
     def room_bytes(self) -> float:
@@ -73,21 +103,16 @@ TASK = Brief(GPT_70B, load_cluster("jean-zay-a100"), 1024, 1024, 600e9, 25)
 # ---- what labcode.perf says
 
 
-def settings(layout: Layout, global_batch: int) -> Settings:
-    """A layout as labcode.train trains it."""
-    return Settings(
+def settings(layout: Layout, global_batch: int, convention: str = "4+4+8") -> Settings:
+    """A layout as a training program with these bytes trains it; labcode's own has 4+4+8."""
+    common = Settings(
         global_batch=global_batch,
         micro_batch=layout.micro_batch,
         activation_checkpointing=layout.checkpointing,
         sequence_parallel=layout.tp > 1,
         zero_stage=layout.zero,
-        weight_bytes=4,
-        gradient_bytes=4,
-        optimizer_bytes=8,
-        gathered_bytes=4,
-        reduced_bytes=4,
-        autocast=True,
     )
+    return dataclasses.replace(common, **CONVENTIONS[convention])
 
 
 def predicted(layout: Layout, brief: Brief) -> Estimate:
@@ -96,9 +121,17 @@ def predicted(layout: Layout, brief: Brief) -> Estimate:
     Raises:
         ValueError: A layout that cannot run.
     """
-    how = settings(layout, brief.global_batch)
+    how = settings(layout, brief.global_batch, brief.convention)
     model = l20_plan.transformer(brief.shape)
     return estimate(model, l20_plan.grid(layout), brief.cluster, how)
+
+
+def travel_s(layout: Layout, brief: Brief) -> float:
+    """Seconds in which gradients and new weights travel over dp, hidden or not."""
+    how = settings(layout, brief.global_batch, brief.convention)
+    how = dataclasses.replace(how, overlap_data_parallel=False)
+    model = l20_plan.transformer(brief.shape)
+    return estimate(model, l20_plan.grid(layout), brief.cluster, how).parts["dp"]
 
 
 def candidates(brief: Brief) -> list[Found]:
@@ -287,7 +320,7 @@ class Trained:
     losses: list[float]
 
 
-def measure_here(ranks: int = 4) -> Cluster:
+def measure_here(ranks: int = 8) -> Cluster:
     """This machine as a cluster, with so many ranks at work: `labcode.perf calibrate`."""
     path = Path("runs") / "here.toml"
     path.parent.mkdir(exist_ok=True)
@@ -298,7 +331,7 @@ def measure_here(ranks: int = 4) -> Cluster:
     return load_cluster(str(path))
 
 
-def train_here(name: str, changes: str, ranks: int = 4) -> Trained:
+def train_here(name: str, changes: str, ranks: int = 8) -> Trained:
     """Train gpt_tiny for some steps.
 
     Args:
@@ -318,7 +351,7 @@ def train_here(name: str, changes: str, ranks: int = 4) -> Trained:
     return Trained(step_s, [row["loss"] for row in steps])
 
 
-def predicted_here(changes: str, cluster: Cluster, ranks: int = 4) -> Estimate:
+def predicted_here(changes: str, cluster: Cluster, ranks: int = 8) -> Estimate:
     """The same training, predicted for this machine."""
     base = recipes.get("gpt_tiny")
     config = recipes.with_changes(base, read_changes(base, changes.split()))
@@ -327,8 +360,8 @@ def predicted_here(changes: str, cluster: Cluster, ranks: int = 4) -> Estimate:
 
 
 def miniature(layout: Layout) -> GridShape:
-    """Each model-parallel axis that the layout uses, with two ranks."""
-    return GridShape(pp=min(layout.pp, 2), tp=min(layout.tp, 2))
+    """Each axis that the layout uses, with two ranks."""
+    return GridShape(dp=min(layout.dp, 2), pp=min(layout.pp, 2), tp=min(layout.tp, 2))
 
 
 def largest_gap(one: Sequence[float], other: Sequence[float]) -> float:
