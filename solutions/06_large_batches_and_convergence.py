@@ -132,8 +132,8 @@ plot.sweep(
 # the samples, and takes less time. Beyond that, each sample teaches less, at whatever rate. (The frame is never at the
 # edge of the table. If it were, the best rate might lie outside, and we would compare rates instead of batches.)
 #
-# **Takeaway: time to a loss is steps to that loss times seconds per step. A larger batch improves one and may spoil the
-# other.**
+# **Takeaway: time to a loss is the samples that it needs, divided by samples per second. A larger batch raises the
+# second, and may raise the first as well.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* People read the first figure as an argument for the largest batch that fits into memory. Ask:
@@ -154,7 +154,7 @@ plot.gradient_noise(
 # %% [markdown]
 # The dashed circle shows how long the noise is on average. With one sample it is longer than the gradient itself, and
 # some arrows point the wrong way. With 4 the noise is half as long, with 16 a quarter: the mean of B independent
-# samples has a variance of 1 / B. Going from 1 to 4 helps a lot. When all arrows point the same way, more samples only
+# samples has 1 / B of the variance of one sample. Going from 1 to 4 helps a lot. When all arrows point the same way, more samples only
 # repeat what is known.
 #
 # Noise also makes a gradient **longer**. Suppose that the squared length of G is 20, and that of single samples'
@@ -333,7 +333,7 @@ plot.lines(
 # At first all samples say the same ("spaces and e are frequent"), so few are enough. Later G is short, and what is left
 # to learn differs from sample to sample.
 #
-# **Takeaway: the noise scale says how many samples a step can use. Measuring it costs one number per step, and it grows
+# **Takeaway: the noise scale gives a first hint of how many samples a step can use. Measuring it costs one number per step, and it grows
 # during training.**
 
 # %% [markdown] tags=["solution-only"]
@@ -345,9 +345,10 @@ plot.lines(
 # ## 3. The critical batch (core, 35 min)
 #
 # How much does a step gain? Close to the present weights the loss is like a bowl. A step with the rate ε along the
-# gradient of a batch lowers it by ε G·G_B at first, and the bend of the bowl takes some of that back. How strongly it
-# bends in each direction is said by H, the matrix of second derivatives, called the **Hessian**. On average over
-# batches the gain is
+# gradient of a batch lowers it by ε G·G_B at first, and the bend of the bowl takes some of that back. H, the
+# matrix of second derivatives, says how strongly it bends in each direction; it is called the **Hessian**. (In section 5
+# the letter H is a number of steps.) Σ is the covariance matrix of one sample's gradient, and tr the sum of a matrix's
+# diagonal. On average over batches the gain is
 #
 #     gain(ε) = ε |G|² − ½ ε² (GᵀHG + tr(HΣ) / B)
 #
@@ -361,7 +362,7 @@ plot.lines(
 # The paper takes B_simple all the same, as it is so cheap to measure. Averaged over a run, it came to between a 20th
 # and 8 times the batch that we look for now (its table 1). The formula for the rate has to wait until section 4.
 #
-# A gain that is so many times smaller takes so many times the steps. So the number of steps to a given loss is
+# If each step gains half as much, it takes twice as many steps. So the number of steps to a given loss is
 #
 #     S = S_min · (1 + B_crit / B) = S_min + E_min / B          with  E_min = B_crit · S_min
 #
@@ -370,7 +371,7 @@ plot.lines(
 # batch. In this theory it is the noise scale, averaged over the run, as that grows.
 #
 # For example, S_min = 100 steps and B_crit = 40. A batch of 40 then needs 200 steps and 200 · 40 = 8,000 samples: at
-# the critical batch you pay twice the least steps and twice the least samples. Far below it, you wait longer for hardly
+# the critical batch you pay twice the minimum of steps and twice the minimum of samples. Far below it, you wait longer for hardly
 # fewer samples. Far above it, you pay more samples for hardly fewer steps.
 #
 # To see it, we need a **sweep**: runs with many batches, each at several learning rates, because a rate that is right
@@ -421,8 +422,8 @@ print(l06_runs.COMMAND)
 
 # %% [markdown]
 # It trains our GPT to a validation loss of 2.3 nats per character (a nat is the unit of a loss with natural
-# logarithms), at a rate that is constant after 20 steps of warm-up, with three seeds. It took some ten minutes of two
-# cores, so its table comes with the course. At the best rates it needed 1,254 steps with batch 4, and 107 with batch
+# logarithms), at a rate that is constant after 20 steps of warm-up, with three seeds. (Warm-up means that the rate
+# rises from nearly 0 first; section 4 asks what it is good for.) It took some ten minutes on two cores, so its table comes with the course. At the best rates it needed 1,254 steps with batch 4, and 107 with batch
 # 1024.
 #
 # **Predict.** From these two numbers and the formula: how many steps did it need with batch 32?
@@ -448,9 +449,10 @@ plot.sweep(
 )
 
 # %% [markdown]
-# "> 2000" says that at least one of the seeds did not come to the target in the 2,000 steps that it had, or in the 195
-# that 200,000 samples are with batch 1024. That may have two reasons. With batch 4 at 0.001 one seed arrived after
-# 1,942 steps, and the others had come to 2.32. With batch 4 at 0.03 the loss does not fall below 2.46 any more.
+# "> 2000" and "> 195" say that at least one of the seeds did not come to the target in the steps that it had: 2,000, or
+# the 195 that 200,000 samples are with batch 1024. That may have two reasons. With batch 4 at 0.001 one seed arrived after
+# 1,942 steps, and the others had come to 2.32. With batch 4 at 0.03 the loss does not fall below 2.46 any more. (The
+# frame of batch 128 is at the edge. 0.017 needs 136 steps there, where 0.03 needs 135, so little can be missing.)
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 6.5 · The verdict
@@ -508,7 +510,7 @@ plot.steps_against_batch(
 # It is also a reason for what GPT-3, Llama 3 and DeepSeek-V3 do, **batch ramp-up**: they begin with a small batch and
 # enlarge it, because the batch that is right at the end would waste samples at the beginning. (Meta names the stability
 # of early training as well.) With a ramp-up OLMo 1B took 43 % fewer steps to a slightly better loss (Merrill et al.
-# 2025). The same authors found the noise scale too small by several orders of magnitude. So take it for a hint, and let
+# 2025). The same authors found the noise scale too small by several orders of magnitude. So take it as a hint, and let
 # runs decide.
 #
 # **Takeaway: far below the critical batch, twice the ranks need about half the steps. Going from half of it to the
@@ -609,8 +611,9 @@ plot.rates_against_batch(
 #     rate(B) = rate_max / √(1 + B_noise / B)
 #
 # This has one free number, rate_max; B_noise is the critical batch from section 3. From 4 to 1024 it grows by a factor
-# of 3.4, and the sweep says 3.2. It explains both why the square root is right for small batches and why the frames in
-# the map of section 3 stop climbing. Up to 256 this sweep could not tell it from the square root. At 1024 the square
+# of 3.4. The sweep says 3.2 by the middle of the good rates, and 3 to 6 if one asks for fewer than 10 % more steps or
+# takes the best rates alone. It explains both why the square root is right for small batches and why the frames in the
+# map of section 3 stop climbing. Up to 128 this sweep could not tell it from the square root. At 1024 the square
 # root is five times too high, and the linear rule 80 times.
 #
 # Where does it not fit? In the middle the good rates are up to 1.3 times as high, at both ends 0.8 times, each less
@@ -660,10 +663,10 @@ for beta2 in (0.95, 0.999):
 compare("step with the spike, in rates", spiked_step, lengths[5000])
 
 # %% [markdown]
-# A spike moves a weight by at most (1 − β1) / √(1 − β2) rates: 3.2 with PyTorch's 0.999, and 0.45 with the 0.95 of our
-# recipe. So one step does little harm. What follows does: for some ten steps m points where the spike pointed, and for
+# A spike that dwarfs all before it moves a weight by (1 − β1) / √(1 − β2) rates, however large it is: 3.2 with PyTorch's
+# 0.999, and 0.45 with the 0.95 of our recipe. So one step does little harm. What follows does: for some ten steps m points where the spike pointed, and for
 # as long as v remembers it, several times 1 / (1 − β2) steps, all other gradients of this weight count for next to
-# nothing. That is why our recipe, GPT-3 and DeepSeek-V3 clip the gradient at a norm of 1.0, though they use AdamW.
+# nothing. That is a reason to clip even with AdamW. Our recipe, GPT-3 and DeepSeek-V3 do, at a norm of 1.0.
 
 # %% [markdown]
 # ### Warm-up
@@ -777,16 +780,16 @@ verdict = "worse" if difference > 0 else "better"
 compare("than the one that stays", than_staying, verdict, options=("better", "worse"))
 
 # %% [markdown]
-# Twenty steps at too high a rate cost more than 180 good ones bring back. The printed sizes show a part of what has
-# happened. The weights begin at 0.02, and Adam moves each of them by about the rate in a step. After 20 steps at 0.1
-# they are 25 times as large. They hold what the first few batches happened to say, and small steps change such weights
-# little. A warm-up of 20 steps lets them grow too fast as well. In the one of 100 steps they are small at step 20, and
-# grow later, when gradients agree on where to go. (Seeds 1 to 4 say the same in both comparisons.)
+# 180 good steps do not make up for 20 bad ones. The printed sizes show a part of what has happened. The weights begin at
+# 0.02, and Adam moves each of them by about the rate in a step. After 20 steps at 0.1 they are more than 20 times as
+# large, and steps of 0.01 change such weights little. A warm-up of 20 steps lets them grow as fast. With one of 100
+# steps they are small at step 20 and grow more slowly. Why that helps, these runs do not say. (Seeds 1 to 4 say the same
+# in both comparisons.)
 #
-# So what warm-up does here is not to wait for Adam's averages. It keeps the rate below what the model can bear at the
+# So what warm-up does here is not to wait for Adam's averages. It keeps the rate below what the model tolerates at the
 # time, and that rises as the model learns: at step 100 the rate of 0.1 does no harm any more. Kalra and Barkeshli 2024
-# (arXiv:2406.09405) come to the same conclusion for SGD and Adam. What one gains from warm-up is that the model bears a
-# higher rate, as it has come to places where the loss bends less. Goyal et al. could use their linear rule up to
+# (arXiv:2406.09405) come to the same conclusion for SGD and Adam. What one gains from warm-up is that the model tolerates
+# a higher rate, as it has come to places where the loss bends less. Goyal et al. could use their linear rule up to
 # batches of 8192 with a warm-up over five epochs (their section 2.2). A "good rate" is one for a given warm-up.
 
 # %%
@@ -800,9 +803,9 @@ print(l06_runs.gpt().optim)
 # are listed by `python -m labcode.train gpt_tiny --help`. The check trains both.
 #
 # - `diverges` changes fields of `optim` alone, and ends worse than guessing one of the text's 83 characters: a training
-#   loss above ln 83 = 4.42. Rates up to 100.
+#   loss above ln 83 = 4.42. Rates may be at most 100.
 # - `overfits` learns its training text by heart: the training loss ends more than 0.3 below the validation loss, which
-#   has risen again from its lowest point. At most 800 steps. A text is learned by heart if it is short:
+#   has risen again from its lowest point. You may set `train.steps`, up to 800. A text is learned by heart if it is short:
 #   `data.val_fraction` is the share of it that is kept for validation, and training gets the rest.
 
 # %% tags=["exercise"]
@@ -824,8 +827,8 @@ check("6.6", diverges, overfits)
 # matrix as a whole, and Muon was found to use its samples well at batches far beyond AdamW's critical one (Shah et al.
 # 2025, arXiv:2505.02222).
 #
-# **Takeaway: up to the critical batch the best rate of AdamW grows with the square root of the batch, beyond it hardly
-# at all. A good rate is one for a given warm-up. A formula gives the place to begin, and a sweep decides.**
+# **Takeaway: far below the critical batch the best rate of AdamW grows with the square root of the batch, far beyond it
+# hardly at all. A good rate is one for a given warm-up. A formula gives the place to begin, and a sweep decides.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Some hold "linear scaling" for a law. Show them the last figure but one: on these axes the linear
@@ -1087,7 +1090,7 @@ ranks.close()
 # | critical batch | S = S_min + E_min / B, B_crit = E_min / S_min | `train.sweep_table.fit_tradeoff` |
 # | rate and batch | SGD: rate_max / (1 + B_noise / B); AdamW: the root of that denominator | `--optim.lr_rule`, `train.sweep` |
 # | a spike and AdamW | a step of (1 − β1) / √(1 − β2) rates, then short ones for long: clip | `--optim.clip_norm` |
-# | warm-up | the rate that a model bears rises as it learns | `--optim.warmup_steps` |
+# | warm-up | the rate that a model tolerates rises as it learns | `--optim.warmup_steps` |
 # | rare messages | 1 / H of the bytes, outer Nesterov | `parallel.local.OuterOptimizer` |
 #
 # ## Sources

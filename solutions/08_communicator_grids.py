@@ -14,8 +14,8 @@
 # # 08 · Communicator grids
 #
 # Until now all ranks did the same: each held the whole model, and they shared out the data. A large model is cut in
-# several ways at once. Some ranks hold other layers than the rest, some hold other parts of the same layer, and still
-# there are copies that read different data. Every rank then belongs to several groups, and exchanges something different
+# several ways at once. Different ranks hold different layers, or different parts of one layer, and there are also
+# copies that read different data. Every rank then belongs to several groups, and exchanges something different
 # with each. In this lesson you write the arithmetic that says who belongs to whom, you make the groups, and
 # you choose a grid by what it costs.
 #
@@ -360,7 +360,7 @@ check("8.3", connect, ranks)
 # returns the one of this rank. And `init_device_mesh` makes the groups of all axes of a grid. It takes the sizes and
 # names with the **slowest axis first**, and returns a `DeviceMesh`, from which PyTorch's own parallelisms read their
 # groups (lesson 09, section 5). `_flatten` makes the group of several axes together; its underscore says that its name
-# may still change. On GPUs the mesh is one of `"cuda"`.
+# may still change. On GPUs, pass `"cuda"` in the place of `"cpu"`.
 
 # %% tags=["nbval-check-output"]
 from torch.distributed.device_mesh import init_device_mesh
@@ -388,9 +388,10 @@ for rank, found in enumerate(ranks.run(in_plain_pytorch)):
 # Three axes have size 1 in many jobs, and their groups have one member. They are real groups all the same, so that
 # model code never has to ask whether an axis is in use.
 #
-# Libraries of today name their meshes by what the ranks share out. torchtitan's has `dp_replicate` and `dp_shard` in the
-# place of dp: along dp_shard the ranks share out weights and optimizer, along dp_replicate they hold copies. A mesh of
-# both is called **HSDP**, hybrid sharded data parallel (lesson 13). Then come `cp` and `tp`, and `pp` before them all.
+# Libraries of today split dp by what its ranks share out. torchtitan's configuration has the sizes `dp_replicate` and
+# `dp_shard`: along dp_shard the ranks share out weights and optimizer, along dp_replicate they hold copies. Both
+# together are called **HSDP**, hybrid sharded data parallel (lesson 13). Beside them stand `cp`, `tp`, `pp` and `ep`, and
+# weights are sharded over dp_shard and cp as one group.
 
 # %% [markdown]
 # **Takeaway: every rank makes every group, in the same order. If one does not, the others hang when you are lucky, and
@@ -607,11 +608,11 @@ plot.bars(
 #
 # What do these bytes cost in time? In a ring all links carry the same bytes at the same moment, so the slowest link
 # decides. Lay one ring through 8 ranks on two nodes, 0 to 3 and 4 to 7. It leaves the first node from rank 3 and comes
-# back to rank 0. All that crosses goes by the adapter of a single GPU, and the adapters of the others do nothing, as in
-# the picture on the left.
+# back to rank 0. All that leaves a node goes through the adapter of a single GPU, all that comes in through that of
+# another, and the other two do nothing, as in the picture on the left.
 #
-# NCCL does better. It lays **several rings** through the same ranks, each in another order, so that each leaves the node
-# by another GPU, and gives each ring its share of the tensor. If a group has g ranks in each node, g rings use g
+# NCCL does better. It lays **several rings** through the same ranks, each in a different order, so that each leaves the
+# node through a different GPU, and gives each ring its share of the tensor. If a group has g ranks in each node, g rings use g
 # adapters. (Messages in the picture go in both directions because the rings do.)
 #
 # The third way goes in **two levels**. First the ranks of a node share out their sum: a reduce-scatter inside the node
@@ -634,9 +635,9 @@ plot.ways_over_nodes(
 # group `inside`. Return the sum of `x` over all ranks of all nodes in a new tensor, and leave `x` as it is. A rank may
 # send to other nodes what an all-reduce of its part needs, and no more. About 7 lines.
 #
-# `dist.reduce_scatter(own, parts, group=...)` takes a list of tensors of equal size, one for each rank, and writes the
-# sum of this rank's into `own`. `dist.all_gather(parts, own, group=...)` is the way back. `x.chunk(p)` gives p such
-# parts, which are views of `x`.
+# `dist.reduce_scatter(own, parts, group=...)` takes a list of tensors of equal size, one for each rank of the group. On
+# the rank at position i, `own` becomes the sum of everybody's `parts[i]`. `dist.all_gather(parts, own, group=...)` is
+# the way back. `x.chunk(p)` gives p such parts, which are views of `x`.
 
 # %% tags=["exercise"]
 def all_reduce_in_two_levels(x, inside, between):
@@ -700,19 +701,24 @@ for name, way in zip(NAMES, PREDICTED_MS):
 # | g rings | 2 (n-1)/n · N/g | g · adapter |
 # | two levels | 2 (k-1)/k · N/g | (n-1)/(k-1) · adapter |
 #
-# The last column is how such times are usually told. The **bus bandwidth** is the rate that the links of a single ring
+# The last column is how such times are usually quoted. The **bus bandwidth** is the rate that the links of a single ring
 # would need to be as fast: its bytes, 2 (n-1)/n · N, divided by the time. For two levels, with n = g k, this is
 #
 # $$\frac{2\,(n-1)/n \cdot N}{2\,(k-1)/k \cdot N/g} \cdot \text{adapter} = \frac{n - 1}{k - 1} \cdot \text{adapter}.$$
 #
-# It cannot be more than the links inside a node give. So we have the **rule of two levels**:
+# The levels inside a node take time as well, so it is not more than what a collective has there. So we have the **rule
+# of two levels**:
 #
 # $$\text{bus bandwidth} = \min\left(\text{inside},\ \frac{n - 1}{k - 1} \cdot \text{adapter}\right)$$
 #
 # With one rank in each node, n = k, and it is the adapter's rate. On many nodes (n - 1)/(k - 1) approaches g, and rings
-# over all adapters are as good. On two or three nodes the rule promises more than rings can give. Four nodes of 8 B200
-# with 50 GB/s for each GPU reached 381.8 GB/s (Bekman): rings would carry 400, two levels 517. labcode's planner counts
-# with the rule, and the lessons on tensor parallelism, sharding and planning do, too.
+# over all adapters are as good. On few nodes the rule promises more than rings can give. Four nodes of 8 B200 with 50
+# GB/s for each GPU reached 381.8 GB/s (Bekman): rings would carry 400, two levels 517. So for a group over a few nodes
+# g · adapter is the safer count. (On two nodes NCCL also has trees, which can exceed the rate of rings.) labcode's
+# planner counts with the rule, and the lessons on tensor parallelism, sharding and planning do, too.
+#
+# The rate *inside* is that of rings. Where NVSwitch itself adds up (NVLS, or NVLink SHARP), an all-reduce inside a node
+# can have more bus bandwidth than the links carry. We do not count on that.
 #
 # **Predict.** The grid of section 4 again, dp = 2, pp = 2, tp = 4 on two nodes of 8 H100. In the usual order a tp group
 # stays inside a node. In the order `dp-pp-tp-cp` its ranks are `0, 4, 8, 12`, two on each node. How many times as long
@@ -764,13 +770,13 @@ print(f"tp with one in a node:   {tp_bytes / spread_rate:.2f} s")
 # - **Rails.** In most GPU clusters the adapters with the same number in all nodes are connected to the same switch,
 #   called a rail. With tp = 8 inside nodes of 8, the ranks of a dp group or a pp group all have the same number in their
 #   nodes, `rank % 8`, so their messages stay on one rail. Messages between rails take a way through more switches, or
-#   over NVLink to the GPU on the other rail first; NCCL does the latter (PXN).
+#   over NVLink to the GPU on the other rail first; NCCL does the latter, and calls it PXN.
 # - **Large NVLink domains.** In a GB200 NVL72, NVLink connects 72 GPUs in 18 hosts of 4, at 900 GB/s each way (NVIDIA,
 #   2024). What this lesson calls a node is then the domain of 72 and not the host: tp = 16 stays inside, and a dp group
 #   of 64 never uses the network. Launchers still start 4 ranks on a host.
 #
-# **Takeaway: a group over several nodes is as fast as its adapters together, min(inside, (n-1)/(k-1) · adapter). One
-# rank of the group in each node is the slow case.**
+# **Takeaway: a group over several nodes can use the adapters of all its ranks: about min(inside, (n-1)/(k-1) · adapter),
+# on few nodes rather g · adapter. One rank of the group in each node is the slow case.**
 
 # %% [markdown]
 # ## 6. Choose a grid (core, 20 min)
@@ -804,7 +810,7 @@ print(table(costs(model_13b, trial, batch=512)))
 # ### Exercise 8.5 · A grid for 64 GPUs
 #
 # Find a grid, `GridShape(dp=.., pp=.., cp=.., tp=.., order=..)`, for which three things hold. What you leave out is 1,
-# or the usual order. There are several.
+# or the usual order. There are several. (pp has to divide the 40 layers.)
 #
 # 1. it has 64 ranks;
 # 2. weights, gradients and optimizer take at most 30 GB on each GPU, so that the rest is left for activations;
@@ -840,7 +846,9 @@ fully_sharded = costs(model_13b, GridShape(dp=64), batch=512, sharded="everythin
 print(table(fully_sharded))
 
 # %% [markdown]
-# It takes a tenth of the memory, and is about as fast as the best grids of the exercise. For a dense model of this size
+# It takes a ninth of the memory (not counting the layers that are gathered at the moment), and is about as fast as the
+# best grids of the exercise. (We send gradients in 2 bytes. Programs that sum them in float32, as many do, send half as
+# much again or twice as much along dp.) For a dense model of this size
 # on 64 GPUs it is what most people do today. Then what do tp and pp still buy?
 #
 # Take the same model and the same 512 sequences, and more and more GPUs. For each tp we look for the best grid with
@@ -883,11 +891,14 @@ plot.lines(
 # Each line says what is lost for one second of computing.
 #
 # - **With tp = 1 all additional GPUs go to dp.** Its messages take as long as ever, and there is less and less computing
-#   beside them; or there are fewer micro-batches for each pipeline, and it idles more. So the line climbs. And at 512
-#   GPUs dp has used up the sequences.
+#   beside them. And 30 GB need two stages, with ever fewer micro-batches: at 512 GPUs two for each pipeline, which is
+#   idle for half of the computing time, and at 1,024 a single one.
 # - **With tp = 8 the line begins high, because of what tp sends.** That falls with the number of GPUs as the computing
 #   does, so its share stays about a half. The line climbs because of the rest. tp takes more GPUs without asking for
 #   more samples.
+#
+# How does sharding everything do here, without tp and pp? Its messages take 0.21 s for any number of GPUs, and 256 GPUs
+# compute for 0.49 s. So it loses 0.43 where tp = 2 loses 0.33: beyond some 128 GPUs it needs overlap, or company.
 #
 # So tp and pp are what one adds when there are more GPUs than the batch can feed, when the messages of dp no longer hide
 # behind the little computing of a rank, or when a single layer is too large for a GPU. The rule of Narayanan et al.,
@@ -928,7 +939,7 @@ ranks.close()
 #
 # All of sections 4 to 6 rests on one assumption: **ranks fill the nodes in blocks**, so that a rank's node is `rank //
 # 8`. torchrun does that. So does `srun` by default (`--distribution=block`). With `--distribution=cyclic` it deals the
-# ranks out to the nodes in turn; then every tp ring crosses at each of its links, and no message says so. On a new
+# ranks out to the nodes in turn; then a tp ring on two nodes crosses at each of its links, and no message says so. On a new
 # cluster let every rank print its host once: `srun --nodes=2 --ntasks-per-node=8 bash -c 'echo $SLURM_PROCID
 # $(hostname)'`.
 

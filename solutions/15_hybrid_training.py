@@ -81,8 +81,8 @@ print("micro-batches:", form.train.accumulation(shape.dp))
 
 # %% [markdown]
 # `with_changes` does what `--parallel.tp 8 --parallel.pp 4 ...` does on the command line. Note what was **not** chosen:
-# dp. If you are given twice as many nodes in the middle of a project and the batch stays, dp doubles and m halves, and
-# nothing else in the form changes.
+# dp. If you are given twice as many nodes in the middle of a project and the batch stays, dp doubles, and the
+# local batch and m halve. Nothing else in the form changes.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 15.1 · The form as a function
@@ -136,8 +136,9 @@ compare(
 )
 
 # %% [markdown]
-# One line of arithmetic explains what these authors lost by scaling out, within 1 %. (Their table does not name the
-# schedule; the formula of 1F1B fits.)
+# One line of arithmetic is enough to account for what these authors lost by scaling out, within 1 %. (The row of 384 GPUs
+# is the starting point, and the messages of dp are left out. Their table names 96 GPUs for a copy; tp = 8, pp = 12 and
+# 1F1B are our assumption.)
 #
 # **Takeaway: you choose tp, pp and the batch, and dp and m follow. More GPUs with the same batch mean fewer
 # micro-batches, so a larger bubble.**
@@ -270,7 +271,8 @@ for name, link in (("inside", cluster.inside), ("between", cluster.between)):
 # `num_parameters`, and `cluster.flops_per_s` is the speed of one rank. `shape.tp`, `shape.pp` and `shape.dp` are the
 # sizes of the layout, and `shape.groups("tp")[0]` is one of its tensor-parallel groups.
 # `alpha_beta.time_s("all_reduce", p, num_bytes, link)` is the time of an all-reduce over p ranks (0 for p = 1), and
-# `alpha_beta.time_s("send", 2, num_bytes, link)` that of a message. The links are those above. The check asks for many layouts. If one point is
+# `alpha_beta.time_s("send", 2, num_bytes, link)` that of a message. All-reduces have `cluster.link(group)`, and pp has
+# `cluster.message_link(group)`. The check asks for many layouts. If one point is
 # off, it usually says which; otherwise it prints what each point gives.
 
 # %% tags=["exercise"]
@@ -340,7 +342,7 @@ compare("tp across", tp_across_s, measured_s["tp across"], within=1.4, unit="s")
 # tp across the nodes is out: its all-reduces cross the network in every layer. Between the other two it is a tie, which
 # the clock may decide either way.
 #
-# But is the formula fair? It overlaps nothing, and DDP does: it sends the gradients bucket by bucket while backward still
+# But is the formula fair? It assumes no overlap, but DDP overlaps: it sends the gradients bucket by bucket while backward still
 # computes (lesson 05, section 2). The messages of the hybrid have no such chance in our schedule, since the next product
 # or the next stage waits for them. So there is a sixth point for dp. In the **last** micro-batch the gradients are
 # final, and its backward, two thirds of its computing, can hide their all-reduce. What is longer than that remains.
@@ -425,7 +427,7 @@ plot.lines(
 # pipeline has half of the gradients on each rank, and its two copies are neighbours inside a node. With more samples the
 # all-reduce stays as long as ever, and there is more computing beside it.
 #
-# On GPUs the limit is told in tokens. Lesson 13, section 5, has the rule: a GPU of Φ FLOP/s on a group of bus bandwidth β
+# On GPUs the limit is stated in tokens. Lesson 13, section 5, has the rule: a GPU of Φ FLOP/s on a group of bus bandwidth β
 # hides its all-reduce from about Φ/β tokens in its last micro-batch on, if gradients travel in 2 bytes. On nodes of eight
 # H100 with an adapter for each GPU these are some 2,000 tokens, also over several full nodes, and 14,000 if only one GPU
 # of each node shares the gradient.
@@ -433,8 +435,9 @@ plot.lines(
 # What decides in practice is another question: **does it fit?** A copy of the model in each GPU is out of the question
 # for most models. Then there are two ways. One is to cut the model, over tp and pp. The other is to shard it over dp,
 # with FSDP (lesson 13): a rank keeps 1/dp of weights, gradients and optimizer, gathers the weights of a layer when it
-# needs them, and so sends 1.5 times as much as an all-reduce, in **each** micro-batch. All of that can hide behind the
-# computing of the same micro-batch.
+# needs them, and so sends 1.5 times as much as an all-reduce, in **each** micro-batch. Nearly all of that can hide behind
+# the computing of the same micro-batch. (A third way lies between them: with a pipeline one usually shards the optimizer
+# alone, ZeRO stage 1. It sends as much as plain dp. Exercise 15.3 leaves it out to stay short.)
 
 # %% tags=["nbval-check-output"]
 for batch, micro_batch in ((4, 1), (8, 2), (64, 2), (64, 16)):
@@ -442,10 +445,11 @@ for batch, micro_batch in ((4, 1), (8, 2), (64, 2), (64, 16)):
     print(f"FSDP, {batch:2} samples, micro-batches of {micro_batch:2}: {seconds:.3f} s")
 
 # %% [markdown]
-# With 8 samples FSDP takes 0.655 s, where DDP with overlap takes 0.625 s and needs four times the memory. It does best
-# with **large micro-batches**, as the last two lines show: 64 samples in one go of 16 for each rank hide everything. The
-# price of that is memory for activations. So the order in which people try today is: DDP while a copy fits; then FSDP, as
-# long as a rank has Φ/β tokens in a micro-batch; tp inside the node and pp when it has not, or when a layer is too large.
+# With 8 samples FSDP takes 0.655 s, where DDP with overlap takes 0.625 s and needs four times the memory for
+# weights, gradients and optimizer. FSDP does best with **large micro-batches**, as the last two lines show: with 64 samples,
+# one micro-batch of 16 on each rank hides all messages. The price of that is memory for activations. So a sensible order
+# to try is: DDP while a copy fits; then FSDP, as long as a rank has Φ/β tokens in a micro-batch; tp inside the node and
+# pp when it has not, or when a layer is too large.
 #
 # **Takeaway: an iteration takes (m + pp - 1) · (compute + tp + message) + gradients, and of the gradients only what
 # backward does not hide. Between layouts that fit, overlap decides; which ones fit is decided by what is cut and what is
@@ -463,8 +467,9 @@ for batch, micro_batch in ((4, 1), (8, 2), (64, 2), (64, 16)):
 # 1. dp · pp · tp is the number of GPUs, and only powers of two need to be tried.
 # 2. tp divides the number of heads, and pp the number of layers.
 # 3. The global batch is a multiple of dp · micro-batch.
-# 4. Overlapped, 16 · parameters / (tp · pp) fits into the room; it may use all of it.
-# 5. Sharded, pp is 1, and 16 · parameters / (tp · dp) fits.
+# 4. Overlapped, 16 · parameters / (tp · pp) is at most `room_bytes`.
+# 5. Sharded, pp is 1, so that weights are not gathered for each of many micro-batches, and 16 · parameters / (tp · dp)
+#    is at most `room_bytes`.
 #
 # In each case at least one layout fits. Leave the order of the grid as it is by default.
 
@@ -545,7 +550,7 @@ plot.pipeline(
 )
 
 # %% [markdown]
-# The upper part is a simulation of the formula. The real step is longer, and its blocks are: each message costs the
+# The upper part is a simulation of the formula. The real step is longer, and so are its blocks: each message costs the
 # processes some milliseconds that the emulated links do not have. Busy and idle times grow alike, so their ratio agrees
 # better than either does.
 #
@@ -576,12 +581,12 @@ plot.pipeline(
 #   built on the meta device, so that nobody ever holds all of it.)
 # - tp comes before dp: `parallelize_module` makes DTensors of the weights, and `fully_shard` cuts each rank's part
 #   further. With more than one stage `reshard_after_forward` is off: otherwise a rank would gather its weights anew for
-#   every micro-batch, forward and backward. It then holds the weights of its stage whole during the step, and shares out
-#   gradients and optimizer.
+#   every micro-batch, forward and backward. It then holds the weights and the growing gradients of its stage whole during
+#   the step. Gradients are reduce-scattered once, after the last backward, and only the optimizer is sharded throughout.
 # - `DistributedDataParallel` refuses DTensors. With tp = 1 and no `parallelize_module`,
 #   `DDP(own, process_group=mesh.get_group("dp"))` takes the place of the two calls of `fully_shard`. (PyTorch 2.13 also
-#   has `replicate` in `torch.distributed._composable`, data parallelism without sharding on the machinery of FSDP2, for
-#   DTensors. Its underscore says that it may still change.)
+#   has `torch.distributed._composable.replicate_with_fsdp.replicate`, data parallelism without sharding on the machinery
+#   of FSDP2, for DTensors. The underscore says that it may still change.)
 # - The first stage is given the inputs, the last one the targets. The schedule cuts both into micro-batches, and
 #   divides the gradients by m at the end.
 
@@ -652,8 +657,7 @@ dist.destroy_process_group()
 '''
 
 # %% [markdown]
-# torchrun starts it twice: on one process, where every axis has size 1, and on eight. Whoever prints is the first rank
-# of the last stage.
+# torchrun starts it twice: on one process, where every axis has size 1, and on eight.
 #
 # **Predict.** Which rank of the eight prints the losses? And are they the `"same"` as those of one process, to 9
 # decimal places, or `"other"` ones?
@@ -713,8 +717,8 @@ print(hybrid_lab.blank_script())
 #
 # There are two nodes of two GPUs, and all of them are to be used. The model has 2 layers and 4 heads.
 #
-# - A rank has room for half of the model. It is cut no further than that, and between its layers, not through them.
-# - The learning rate belongs to the recipe's global batch, 16.
+# - A rank has room for half of the model. Cut it into exactly two parts, between its layers.
+# - The learning rate was chosen for a global batch of 16: keep it.
 # - The bubble is at most 1/8 of the work.
 #
 # Give a dict with the six blanks: `nodes`, `ranks_per_node`, `parallel.tp`, `parallel.pp`, `train.micro_batch` and
@@ -737,9 +741,7 @@ my_form = {
 check("15.4", my_form, submit, plain)
 
 # %% [markdown]
-# Now the same with the hybrid of section 2, tensor 2 × pipeline 2 with tp inside the node, and micro-batches of 2. Both
-# layouts do the same arithmetic. But the hybrid sends many small messages in each step, where plain dp makes a single
-# all-reduce.
+# Now the same with the hybrid of section 2, tensor 2 × pipeline 2 with tp inside the node, and micro-batches of 2.
 #
 # **Predict.** Is a step of the hybrid `"longer"` or `"shorter"` than one of plain dp here, where all ranks share your
 # cores? And do their losses differ by 0.001 or more in any line of the log, `"yes"` or `"no"`?
@@ -793,8 +795,9 @@ found = "yes" if max(differences) >= 0.001 else "no"
 compare("0.001 apart, or more", losses_differ, found, options=("yes", "no"))
 
 # %% [markdown]
-# The losses are the same, and that is the first thing to check after a change of layout. The hybrid is slower here. On
-# one machine there is no slow link to avoid and no memory to save, and its many small messages still cost time.
+# The losses are the same, since both layouts do the same arithmetic, and that is the first thing to check after a change
+# of layout. The hybrid is slower here. On one machine there is no slow link to avoid and no memory to save, and it sends
+# many small messages in each step, where plain dp makes a single all-reduce.
 #
 # **Somebody else's log.** Here is a line in the style of Megatron-LM (made up, after the row of 768 GPUs in section 1):
 #
@@ -811,11 +814,11 @@ compare("0.001 apart, or more", losses_differ, found, options=("yes", "no"))
 # second.
 # </details>
 #
-# **Takeaway: a log line holds the whole form again. Recompute the global batch and the tokens of a step from it before
+# **Takeaway: from a log line and the layout you can recompute global batch, m, bubble and tokens per GPU. Do it before
 # you trust any speed.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* In 15.4 the wrong forms are instructive: micro-batch 2, the answer of who forgets that there are
+# *For the instructor.* In 15.4 the wrong forms are instructive: micro-batch 2, the answer of those who forget that there are
 # two copies, has a bubble of 1/4; 4 ranks on one node find no GPUs. Ask: which number of the log would have shown that
 # two jobs of two ranks ran in place of one of four? (The first line: 2 ranks.)
 

@@ -19,7 +19,7 @@
 #
 # ## Goals
 #
-# - read an out-of-memory error: what it tells, and what it does not;
+# - read an out-of-memory error: what it tells you, and what it does not;
 # - find out what fills the memory at the peak, and predict it from the parts of a step;
 # - know what a smaller micro-batch saves, and what it costs;
 # - compute the loss of a large vocabulary without ever holding all logits;
@@ -27,7 +27,7 @@
 # - decide for each operation of a layer whether its output is kept or computed again.
 #
 # **Time**: 180 minutes, and 55 more for what is optional. Good places for a break are after section 3 and after section
-# 4; section 5 is the core, and takes a sitting of its own. **Needs**: lesson 10 (section 2), lesson 13 (section 1).
+# 4; section 5 is the heart of the lesson, and takes a sitting of its own. **Needs**: lesson 10 (section 2), lesson 13 (section 1).
 # Lesson 03 explains bfloat16.
 
 # %%
@@ -135,7 +135,7 @@ print(f"at best {at_best_gib:.2f} GiB are free, and {asked_gib:.2f} GiB are aske
 compare("can it help", advice_can_help, found, found="computed", options=("yes", "no"))
 
 # %% [markdown]
-# Even without the cache this tensor does not fit, and the error prints its advice whether it applies or not. Do the sum
+# Even if the whole cache were freed, this tensor would not fit, and the error prints its advice whether it applies or not. Do the sum
 # first.
 #
 # What neither error says is **what fills the rest**. The tensor that was refused may be small: in our log it is one of
@@ -269,7 +269,7 @@ for purpose, num_bytes in l16_by_hand.at_peak(list_changes(timeline)).items():
 
 # %% [markdown]
 # The log-softmax is among the activations, and the two tensors of the loss's backward are temporary. No gradient of a
-# weight is there yet. Three parts and one maximum are close. The formula `training_moments` of labcode follows a step
+# weight is there yet. Three parts and one maximum come close. The formula `training_moments` of labcode follows a step
 # more closely, with six moments and all temporary tensors. Here is the same step by that formula.
 
 # %% tags=["figure"]
@@ -404,7 +404,7 @@ print(f"exit status {fitting.exit_status}")
 # %% [markdown]
 # ## 4. The loss in chunks (core, 43 min)
 #
-# Today's vocabularies have 32,000 to 256,000 entries. With 128,000 of them, 8,192 tokens have logits of 4.2 GB, and the
+# Today's vocabularies have 100,000 to 260,000 entries. With 128,000 of them, 8,192 tokens have logits of 4.2 GB, and the
 # loss needs them three times. They are not inside a layer, so nothing that saves activations of layers helps.
 #
 # But nobody needs all logits at once. The loss is a mean over tokens, and so are its gradients. Take n chunks of
@@ -578,7 +578,7 @@ else:
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Mistakes: the mean of the chunks' means (wrong if the last chunk is shorter), the gradient of
-# the weight written over by each chunk, `grad` of backward forgotten. Ask: what is the best number of chunks? (So many
+# the weight overwritten by each chunk, `grad` of backward forgotten. Ask: what is the best number of chunks? (So many
 # that a chunk no longer counts; more of them make the products small.)
 
 # %% [markdown]
@@ -709,8 +709,8 @@ print(f"{took_s['checkpointed'] / took_s['plain']:.2f} times as long")
 
 # %% [markdown]
 # The time follows the FLOPs only roughly. Norms, GELU and attention are not among the products that were counted, and
-# they are repeated as well. On a busy machine the ratio is noisy: run the cell again. Plan with 4/3; with the early
-# stop it is less.
+# they are repeated as well. On a busy machine the ratio is noisy: run the cell again. In FLOPs
+# of products 4/3 is the most, and with the early stop it is less. In time it may be more: measure.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 16.3 · Write it
@@ -721,9 +721,9 @@ print(f"{took_s['checkpointed'] / took_s['plain']:.2f} times as long")
 #
 # - `forward`: keep the inputs with `ctx.save_for_backward(*inputs)`, the block, and the state of the random numbers,
 #   `torch.get_rng_state()`. Return the output.
-# - `backward`: make a copy of each input that has no history, `x.detach().requires_grad_(x.requires_grad)`. Run the
+# - `backward`: for each input make a copy without history, `x.detach().requires_grad_(x.requires_grad)`. Run the
 #   block again under `torch.enable_grad()`, with the random numbers of the first run, so that dropout drops the same.
-#   Afterwards the generator must be as if the second run had not been.
+#   Afterwards the generator must be in the state that it had before the second run.
 # - `torch.autograd.backward(output, grad)` then fills the `.grad` of the copies and adds to the `.grad` of the block's
 #   parameters, as a backward does.
 # - Return one gradient for each argument of forward but `ctx`: `None` for the block, and for an input that needs none.
@@ -919,7 +919,7 @@ compare("FLOPs", flops_by_operation, flops, within=1.05, found="counted")
 # - `args` are the arguments of the operation: (bias, input, weight) for `addmm` and (input, weight) for `mm`. The
 #   weight is already transposed here: its shape is [features of the input, features of the output].
 # - Attention has another kernel, with another name, on each kind of device. So ask whether `"attention" in str(op)`.
-# - Return `CheckpointPolicy.MUST_SAVE` or `CheckpointPolicy.PREFER_RECOMPUTE`. The policy is to work for layers of any
+# - Return `CheckpointPolicy.MUST_SAVE` or `CheckpointPolicy.PREFER_RECOMPUTE`. The policy must work for layers of any
 #   width, with biases or without.
 #
 # About 7 lines.
@@ -952,7 +952,7 @@ check("16.4", policy)
 # torchtitan, PyTorch's own program for pre-training large models, checkpoints **by operation** unless one says
 # otherwise (class `SelectiveAC`, August 2026). It keeps the outputs of attention, of products and of some collectives,
 # which would else be sent a second time. But of every second product it keeps nothing, and computes it again. Here is
-# this rule, and all ways through our step beside each other.
+# this rule, and all variants of our step side by side.
 
 # %%
 from labcode.teach.labs import l16_by_hand
@@ -993,8 +993,8 @@ for name, model in ways.items():
     print(f"{name:24} {kept:15.1f} {peak:10.0f} {gflop:7.2f} {times:6.2f}")
 
 # %% [markdown]
-# By operation a layer keeps about a third less, with torchtitan's rule more than 40 % less, and hardly any product runs
-# twice. Yet the time is not 1.00 times that without checkpointing: norms and GELU do run twice, and they are not among
+# By operation a layer keeps about a third less. With torchtitan's rule it is more than 40 % less, and one product of a
+# layer, `proj`, runs twice. Yet the time is not 1.00 times that without checkpointing: norms and GELU do run twice, and they are not among
 # the FLOPs of products. And PyTorch asks the policy, which is Python, for each operation.
 #
 # With `torch.compile` the compiler takes the decision. It can also choose the operations itself, for a budget:
@@ -1024,8 +1024,8 @@ for name, model in ways.items():
 #
 # What backward needs may also be **moved** out of the device's memory and fetched back: from a GPU to the memory of its
 # host. It costs a transfer each way instead of a second forward. With NVIDIA's `nvbandwidth` users have measured 53
-# GB/s from an H100 to its host and 35 GB/s back, and 25 GB/s from a host to an A100, whose PCIe is one generation older
-# (the sources are at the end). On the H100 10 GB then take 0.2 s out and 0.3 s back. With luck they hide behind
+# GB/s from an H100 to its host and 35 GB/s back (in a report that asks why the two are not alike), and 25 GB/s from a
+# host to an A100, whose PCIe is one generation older (the sources are at the end). On the H100 10 GB then take 0.2 s out and 0.3 s back. With luck they hide behind
 # computing.
 #
 # Autograd has a place for this. `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` is a context manager. In it
@@ -1033,7 +1033,7 @@ for name, model in ways.items():
 # the tensor. When backward needs it, `unpack` gets what `pack` has returned, and has to return the tensor.
 #
 # We have no GPU here. So our device is the process with its memory, and the place elsewhere is the disk: `pack` writes
-# a file and returns its path. Then the activations really are gone from memory, and the profiler can measure it.
+# a file and returns its path, and the profiler can measure what is left in memory.
 # (DeepSpeed's ZeRO-Infinity goes as far as the disk, too.)
 #
 # Weights are saved for backward as well, but they stay in memory anyway, so there is no point in moving them.
@@ -1319,7 +1319,7 @@ for case in plan.CASES:
     print(f"{settings.activation_checkpointing:10} {settings.dtype:8}  {share:7.0%}")
 
 # %% [markdown]
-# There is no one rule. Where a micro-batch costs little, smaller ones are better than computing everything twice. Where
+# There is no one rule. Where a micro-batch costs little, smaller ones are better than a second forward. Where
 # each of them costs much, or one sample is too large already, checkpointing wins. And 16-bit numbers help only where
 # they are fast.
 
@@ -1381,8 +1381,8 @@ for case in plan.CASES:
 # | accumulation | activations, logits | a factor of m | smaller products; gradients are there at the peak |
 # | `del logits` | logits | V of 4 V | nothing |
 # | loss in chunks | logits | nearly all of 3 V | smaller products; with `checkpoint` the head's product once more |
-# | full checkpointing | activations | L + 15 numbers in place of 16 L | up to 4/3 of the time |
-# | every k-th layer | activations | L/k + 16 k numbers in place of 16 L | up to 4/3 of the time |
+# | full checkpointing | activations | L + 15 numbers in place of 16 L | up to 4/3 of the FLOPs |
+# | every k-th layer | activations | L/k + 16 k numbers in place of 16 L | up to 4/3 of the FLOPs |
 # | checkpointing by operation | activations | 10 numbers of a layer in place of 16 | norms and GELU once more, no product |
 # | fused attention, or its core repeated | scores of attention | all of them | a few percent of the FLOPs |
 # | offload | activations | all that is moved | two transfers |

@@ -332,11 +332,12 @@ plot.bars(
 )
 
 # %% [markdown]
-# What these formulas leave out: what ZeRO-3 gathers (layers, embedding, head), the CUDA context, NCCL's buffers, and
+# Nothing here knows experts: neither the formulas nor labcode's planner count the layers and the messages of expert
+# parallelism. What they leave out besides: what ZeRO-3 gathers (layers, embedding, head), the CUDA context, NCCL's buffers, and
 # memory that the allocator cannot use. The lesson's search sets 4 GiB of each GPU aside for these (`lab.RESERVED_BYTES`).
 #
 # **Takeaway: states are cut by tp, pp and ZeRO; activations by tp, the micro-batch and checkpointing. A pipeline cuts
-# the layers of a stage, and gives most of this back in micro-batches that are under way.**
+# states. With 1F1B and m ≥ pp it does not cut the activations of the first stage, where pp micro-batches are under way.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* The usual mistakes: all m micro-batches under way, or always pp of them; ZeRO-1 that cuts
@@ -377,7 +378,7 @@ plot.lines(
 # %% [markdown]
 # Large products are on the flat part. Elementwise operations are on the slope: they take little time each, and there
 # are many. Our model of a step counts products only, at the rate that they reach **within a training**: there the clock
-# sinks, and operands come from cold memory. labcode uses 85 % of what the best shape reaches alone. It is one of two
+# drops, and operands are not in the cache. labcode uses 85 % of what the best shape reaches alone. It is one of two
 # numbers that were chosen with published runs in view, all of them together. (The other is the time of a launch.)
 #
 # ### What a link reaches
@@ -409,7 +410,7 @@ compare("8 ranks, GB/s", one_in_each, rate, within=1, found="computed")
 
 # %% [markdown]
 # Rings over all adapters are not quite as good: with g ranks in each node they give g · between. With 20 GB/s between and
-# two nodes of 8 that is 160, where two levels (or NCCL's trees) could have 300. On eight nodes it is 160 against 180. On four nodes of 8 B200, with 50 GB/s for each GPU, 381.8 were measured
+# two nodes of 8 that is 160, where two levels (or NCCL's trees) could have 200, the limit inside. On eight nodes it is 160 against 180. On four nodes of 8 B200, with 50 GB/s for each GPU, 381.8 were measured
 # (Bekman): by rings 400, by two levels 517. So on few nodes the rule may promise too much.
 
 # %% [markdown] tags=["exercise"]
@@ -622,8 +623,9 @@ print(f"labcode.perf says {by_labcode_s:.1f} s; published are {run.step_s:.1f} s
 print(run.source)
 
 # %% [markdown]
-# Five lines of arithmetic come within a third, and they are too fast: they leave out attention and the elementwise
-# operations, dp and the optimizer. labcode's estimate has a name for each part:
+# Five lines of arithmetic come within a third, and they are too fast. They leave out attention and the elementwise
+# operations, dp and the optimizer, and products that tp has cut do not reach the rate of the best shape. labcode's
+# estimate has a name for each part:
 
 # %% tags=["figure"]
 found = estimate.estimate(run.model, run.shape, run.cluster, run.settings)
@@ -749,7 +751,7 @@ for attempt, guess in zip(lab.attempts_on_v100(), (with_2_GiB, with_32_GiB)):
 # GiB, and the outcome the same.)
 #
 # A larger one, from BigScience's search for the layout of BLOOM: 72 layers with h = 14,336 on 384 A100s with 80 GB, dp
-# = 48, tp = 8, no pipeline, ZeRO-1, full checkpointing. It was out of memory. The states alone say why: 179 billion
+# = 48, tp = 8, no pipeline, ZeRO-1, full checkpointing. It was out of memory. The states alone say why: some 180 billion
 # weights over 8 ranks, with 2 bytes each for weights and gradients, and 12 for the optimizer, which ZeRO-1 divides.
 #
 # **Predict.** How many GiB are weights, gradients and optimizer on one rank?
@@ -863,8 +865,8 @@ print(f"tp inside a node sends less than it computes up to tp = {largest_tp:.0f}
 
 # %% [markdown]
 # Two samples are enough, if there is room for their activations. (The 16 % that are left are the price of what is hidden,
-# and a small rest.) tp inside a node is bound by computing for all sizes of a node, but each further rank costs 1/35 of
-# the products' time. A pipeline of 4 stages needs 30 micro-batches. So we expect that the search prefers ZeRO-3 with two
+# and a small rest.) tp is bound by computing for nodes of 8 A100s, but each further rank costs 1/35 of the products'
+# time. (In a domain of 72 GPUs this limit would matter.) A pipeline of 4 stages needs 30 micro-batches. So we expect that the search prefers ZeRO-3 with two
 # samples where they fit, and else a pipeline with as many micro-batches as the batch gives. Section 6 shows what it finds
 # for exactly this case.
 #
@@ -1013,7 +1015,7 @@ plot.layout_map(
 # The fastest that fits is the layout that the thresholds named: ZeRO-3 over all ranks, two samples at a time. The second
 # and third on the list are within 3 % of it. Along the front seconds are traded for memory.
 #
-# How does it go on with more GPUs? **Strong scaling** keeps the batch: the same step, faster. **Weak scaling** lets
+# What happens with more GPUs? **Strong scaling** keeps the batch: the same step, faster. **Weak scaling** lets
 # the batch grow with the GPUs: as many samples for each. For each number of GPUs we search again, and ask which share
 # of the best layout's step is arithmetic that the model needs. What is largest of the rest is its **limit**:
 #
@@ -1051,8 +1053,8 @@ plot.scaling(
 
 # %% [markdown]
 # With a fixed batch there is less and less work for each GPU, while the gradients stay as large as they are. In
-# the end there is not one sample left for each replica, and only a pipeline can use more GPUs: it has ever fewer
-# micro-batches to fill it. With a growing batch the share falls slowly: the rule of two levels gives less with more
+# the end there is less than one sample for each GPU, so several GPUs have to share a replica: tp inside the node, and a
+# pipeline beyond it, which has ever fewer micro-batches to fill it. With a growing batch the share falls slowly: the rule of two levels gives less with more
 # nodes, and has a floor. At the left end of the weak curve memory is the limit: 39 billion weights on 8 GPUs leave no
 # room, and the forward of the layers is computed twice.
 #
@@ -1129,7 +1131,7 @@ ranks.close()
 #     inside_latency_us = 6
 #     between_GB_per_s = 12.5
 #     between_latency_us = 7
-#     source = "two 100 Gb/s adapters a node; nccl-tests of one node"
+#     source = "two 200 Gb/s adapters a node; nccl-tests of one node"
 #
 # The two rates inside and between are what `nccl-tests` measures on one node, and a quarter of what your four GPUs'
 # adapters have together. What you do not know, leave out: labcode refuses an estimate that needs it, and says what is

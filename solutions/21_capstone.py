@@ -16,7 +16,7 @@
 # Somebody gives you 1,024 GPUs for a few weeks, a model of 70 billion weights and a budget of tokens. Everything that
 # you need to decide how to train it was in the lessons before this one. Here you put it to work: you choose a layout,
 # defend it against the alternatives with numbers, write the job's script, run one rank of it dry on this machine, and
-# train a miniature of it on four ranks.
+# train a miniature of it on eight ranks.
 #
 # ## Goals
 #
@@ -265,12 +265,13 @@ else:
 compare("with 2+2+12", winner_is, kind, found="computed", options=KINDS_OF_WINNER)
 
 # %% [markdown]
-# With 2+2+12 ZeRO-3 over 512 ranks wins, without tp 4 and without a pipeline; the layout that won above is the fourth
+# With 2+2+12 ZeRO-3 over 512 ranks wins, with tp 2 and no pipeline; the layout that won above is the fourth
 # now. Three things have moved. What ZeRO-3 gathers and reduces has half the bytes, so that it hides behind the products.
 # Activations are narrower. And a rank of a pipeline with ZeRO-1 keeps 4 bytes of a weight whole and not 8, so that even
 # two stages fit. With Megatron's 2+4+12 the winner is a third layout.
 #
-# None of the three lists is wrong. They are plans for three programs. Whoever compares layouts, or reads that somebody
+# None of the three lists is wrong. They are plans for three programs. (There are more: FSDP2 with its usual mixed precision
+# keeps 4+4+8, and gathers in 2 bytes.) Whoever compares layouts, or reads that somebody
 # else's layout is the best for a 70B model, has to ask for the bytes first.
 #
 # **Takeaway: weight + gradient + optimizer, and the width of what is sent, belong to the plan. Change them and the best
@@ -439,7 +440,7 @@ show_source(lab.verdict)
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* People return the largest part of the rival, which is always the products, and compare all
 # candidates that differ in tp, most of which differ in other choices too. For the room: why does the pp rival with two
-# stages not fit? (Each rank has twice the layers: 17 GiB more of weights, and as many of gradients.)
+# stages not fit? (Each rank has twice the layers: 16 GiB more of weights, and as many of gradients.)
 
 # %% [markdown]
 # ## 4. A cluster of your own (core, 25 min)
@@ -463,8 +464,8 @@ show_source(lab.verdict)
 # %% [markdown] tags=["exercise"]
 # ### Exercise 21.5 · Ten lines
 #
-# Write the file for this machine of a faculty: four nodes, each with four A100 of 40 GB (`a100-40gb`). nccl-tests on
-# one node say a bus bandwidth of 200 GB/s, and 6 µs for a small message. Each node has **two** adapters of 100 Gb/s,
+# Write the file for the cluster of a department: four nodes, each with four A100 of 40 GB (`a100-40gb`). nccl-tests on
+# one node report a bus bandwidth of 200 GB/s, and 6 µs for a small message. Each node has **two** adapters of 100 Gb/s,
 # and between nodes a small message takes 8 µs. The check reads your text as labcode would.
 
 # %% tags=["exercise"]
@@ -584,14 +585,14 @@ print(f"...\nthe linter finds {len(errors)} errors")
 # 0.94 and 1.27 times the prediction.
 #
 # A colleague submits the layout without ZeRO. It would wait in the queue for days, and die within a minute. (`here=True`
-# asks for this machine in place of a queue. It does not come so far.)
+# asks for this machine in place of a queue. It does not get that far.)
 
 # %% tags=["raises-exception"] raises="ValueError: predicted 94.5 GiB on a GPU of 79.1: the job would run out of memory"
 too_full = lab.job(chosen._replace(zero=0), brief)
 submit(too_full, site, here=True)
 
 # %% [markdown]
-# `submit` refuses it before it is in the queue. Who knows better can add `--force`.
+# `submit` refuses it before it is in the queue. If you know better, add `--force`.
 #
 # **Takeaway: a prediction in the script's header costs nothing, and it is there when somebody asks later what was
 # expected.**
@@ -648,7 +649,8 @@ print("all agree" if ran.calls == expected else "they do not agree")
 # %% [markdown]
 # Every collective that the rank starts is one that the formula has, with the same size and the same group. More
 # all-gathers than reduce-scatters are started because only a part of each input is kept, and backward gathers it once
-# more. What the dry run has not: the average of gradients over dp, and ZeRO's optimizer.
+# more. (The all-reduce of 400 MiB over 2 ranks is the gradient of the tied embedding, which the first and the last stage
+# both have.) What the dry run leaves out: the average of gradients over dp, and ZeRO's optimizer.
 #
 # **Takeaway: a dry run proves that code and plan count the same things. It cannot say how long they take.**
 
@@ -745,7 +747,8 @@ plot.bars(
 #
 # - **Does the batch still help?** 1,024 samples of 4,096 tokens are 4.2 million tokens. Lesson 06 has the rule: up to the
 #   critical batch more samples save steps, beyond it they do not, and it grows during a run. Llama 3 405B began with 4
-#   million tokens and ended with 16 million (section 3.4.1 of the paper). So 4.2 million are on the safe side.
+#   million tokens and ended with 16 million (section 3.4.1 of the paper). So 4.2 million is about where
+#   a larger model began.
 # - **Which precision?** Products in bfloat16. FP8 would make products faster, and lesson 18 tells what it asks for.
 # - **What breaks?** Llama 3's run on 16,384 H100s had 419 unexpected interruptions in 54 days (table 5 of the paper).
 # - **What does saving cost?** A checkpoint has the weights and both moments, 12 bytes a weight here. Suppose that the
@@ -794,7 +797,7 @@ print(f"{away:.1f} nodes are away at any time, if a repair takes {repair_days} d
 print(f"{brief.gpus * total_days * 24:,.0f} GPU hours; at most {energy_mwh:.0f} MWh")
 
 # %% [markdown]
-# So the plan asks for 130 nodes or more and not for 128, for some eighteen jobs in a row that each resume from the last
+# So the plan asks for 132 nodes and not for 128, since more than one is often away, for some eighteen jobs in a row that each resume from the last
 # checkpoint (lesson 14, `--dependency` or requeue), and for somebody who reads the log every day. GPU hours times what
 # your site charges are the price.
 #
@@ -933,7 +936,7 @@ check("21.6", my_plan)
 # | 17 | machines break: save, resume, lose little |
 # | 18, 19 | fewer bits are faster where the range holds; compare ranks to find where it does not |
 # | 20 | time and memory can be computed before the job waits |
-# | 21 | a plan is a choice with its rivals, and proofs that get dearer step by step |
+# | 21 | a plan is a choice with its rivals, and checks that get more expensive step by step |
 #
 # **Where to go next.** Read a real stack with what you know now: torchtitan's `parallelize_llama` is our
 # `parallelize`, Megatron-LM's schedules are lesson 12. Then take a job of yours, predict it, run it, and look for the

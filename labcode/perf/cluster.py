@@ -12,7 +12,7 @@ A file of your own may hold both, a kind of GPU under [gpu.NAME]; ten lines are 
     inside_latency_us = 6
     between_GB_per_s = 12.5
     between_latency_us = 7
-    source = "two 100 Gb/s adapters a node; nccl-tests of one node"
+    source = "two 200 Gb/s adapters a node; nccl-tests of one node"
 
 What a file does not say stays unknown: nothing is filled in, and an estimate that needs it is
 refused with the name of the missing number.
