@@ -639,7 +639,7 @@ plot.ways_over_nodes(
 # the rank at position i, `own` becomes the sum of everybody's `parts[i]`. `dist.all_gather(parts, own, group=...)` is
 # the way back. `x.chunk(p)` gives p such parts, which are views of `x`.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "by-hand"]
 def all_reduce_in_two_levels(x, inside, between):
     """[N] -> [N], the sum over all ranks of all nodes."""
     ### BEGIN SOLUTION

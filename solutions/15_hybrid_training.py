@@ -306,20 +306,10 @@ def iteration_s(model, shape, global_batch, micro_batch, cluster):
 check("15.2", iteration_s)
 
 # %% [markdown]
-# labcode's version, `step.iteration_parts`, returns the parts one by one. Here they are for three layouts, a global
-# batch of 8 and micro-batches of 2: plain data parallelism with dp = 4, and the hybrid of section 2 in both orders.
-# Plain dp computes without waiting, and then has to average the gradients of the whole model between the nodes.
-
-# %% tags=["nbval-check-output"]
-layouts = {"dp 4": GridShape(dp=4), "tp inside": inside, "tp across": across}
-for name, shape in layouts.items():
-    parts = step.iteration_parts(model, shape, 8, 2, cluster)
-    print(f"{name:10}", end="")
-    for part, seconds in parts.items():
-        print(f"  {part} {seconds:.3f} s", end="")
-    print()
-
-# %% [markdown]
+# Take three layouts, a global batch of 8 and micro-batches of 2: plain data parallelism with dp = 4, and the hybrid of
+# section 2 in both orders. Plain dp computes without waiting, and then has to average the gradients of the whole model
+# between the nodes.
+#
 # **Predict.** How many seconds does a step of each take, by your function? The ranks measure it afterwards. (We allow a
 # factor of 1.4: each message also costs the real processes something, which the formula leaves out, and the hybrids send
 # many.)
@@ -330,6 +320,7 @@ tp_inside_s = iteration_s(model, inside, 8, 2, cluster)
 tp_across_s = iteration_s(model, across, 8, 2, cluster)
 
 # %%
+layouts = {"dp 4": GridShape(dp=4), "tp inside": inside, "tp across": across}
 measured_s = {}
 for name, shape in layouts.items():
     timed = ranks.run(emulate.timed_steps, model, shape, 8, 2, cluster, repeats=1)
@@ -337,6 +328,17 @@ for name, shape in layouts.items():
 compare("dp 4", dp_4_s, measured_s["dp 4"], within=1.4, unit="s")
 compare("tp inside", tp_inside_s, measured_s["tp inside"], within=1.4, unit="s")
 compare("tp across", tp_across_s, measured_s["tp across"], within=1.4, unit="s")
+
+# %% [markdown]
+# labcode's version, `step.iteration_parts`, returns the parts one by one:
+
+# %% tags=["nbval-check-output"]
+for name, shape in layouts.items():
+    parts = step.iteration_parts(model, shape, 8, 2, cluster)
+    print(f"{name:10}", end="")
+    for part, seconds in parts.items():
+        print(f"  {part} {seconds:.3f} s", end="")
+    print()
 
 # %% [markdown]
 # tp across the nodes is out: its all-reduces cross the network in every layer. Between the other two it is a tie, which

@@ -30,12 +30,12 @@ from labcode.teach.exercises.expect import (
 )
 from labcode.teach.exercises.in_notebook import bounded, without
 from labcode.teach.exercises.simulated import Event, Outcome, here, simulate
-from labcode.teach.labs import l08_costs, l08_nodes
+from labcode.teach.labs import l08_by_hand, l08_costs
 from labcode.topology import AXES, GridShape
 from labcode.units import si
 
 ORDERS = ["-".join(order) for order in itertools.permutations(AXES)]
-TWO_LEVELS = own_answers(l08_nodes.two_levels)
+TWO_LEVELS = own_answers(l08_by_hand.all_reduce_in_two_levels)
 LOOP = "does the loop also end for an axis of size 1, and for rank 0?"
 
 
