@@ -64,7 +64,7 @@ WAYS: dict[str, dict[str, tuple[int, ...]]] = {
         "10": (2,),
         "11": (1, 2, 3, 4, 5, 6, 7),
     },
-    "16 and 8 bits": {"03": (4,), "18": ()},
+    "16, 8 and 4 bits": {"03": (4,), "18": (1, 2, 4, 5, 6, 7, 8), "22": ()},
     "A large training run, planned before it is paid for": {
         "08": (4, 5, 6),
         "10": (1, 2),

@@ -1197,7 +1197,8 @@ check("2.5", faster_training)
 #
 # ## Sources
 #
-# - zarr's guide to chunks: <https://zarr.readthedocs.io/en/stable/user-guide/performance/>.
+# - zarr's guide to chunks: <https://zarr.readthedocs.io/en/stable/user-guide/performance/>; its shards:
+#   <https://zarr-specs.readthedocs.io/en/latest/v3/codecs/sharding-indexed/index.html>.
 # - PyTorch's data loading: <https://docs.pytorch.org/docs/stable/data.html>; its profiler:
 #   <https://docs.pytorch.org/docs/stable/profiler.html>; asynchronous execution:
 #   <https://docs.pytorch.org/docs/stable/notes/cuda.html>.

@@ -1015,6 +1015,8 @@ ranks.close()
 # - NCCL: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html (`NCCL_PXN_DISABLE`, `NCCL_ALGO`); nccl-tests,
 #   doc/PERFORMANCE.md, for bus bandwidth. Bekman, Machine Learning Engineering, network:
 #   https://github.com/stas00/ml-engineering for 381.8 GB/s and what collectives reach inside a node.
+# - NCCL's trees: https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/; two nodes as a special
+#   case of them: https://github.com/NVIDIA/nccl/issues/946
 # - Liu et al. 2025, arXiv:2504.14960: a grid of their own for experts. NVIDIA GB200 NVL72, 2024.
 # - torchtitan, its mesh: https://github.com/pytorch/torchtitan/blob/main/torchtitan/distributed/parallel_dims.py
 # - Llama Team 2024, arXiv:2407.21783, section 3.3.2: order of the axes, context parallel.

@@ -478,7 +478,7 @@ for rank in range(4):
 # %% [markdown]
 # Is the memory real? Let us look at a GPT of six layers on four ranks, cut by `parallelize`. `saved_bytes` from lesson
 # 10, section 2, asks autograd what it holds on rank 0 after each action. If your prediction for rank 0 is right, 1F1B
-# holds that many times what one micro-batch needs, and GPipe holds m = 8 times as much.
+# holds at most that many times what one micro-batch needs, and GPipe up to m = 8 times as much.
 
 # %% tags=["by-hand"]
 from labcode.config import GPTConfig
@@ -507,8 +507,8 @@ from labcode.perf.saved_bytes import saved_bytes
 from labcode.topology import GridShape
 
 
-def most_held(rank, name):
-    """The most bytes that autograd holds here, over those of one micro-batch."""
+def held_after_each(rank, name):
+    """Bytes that autograd holds after each action, over those of one micro-batch."""
     grid = Grid.create(GridShape(pp=4))
     model = parallelize(build(), grid, ParallelConfig(pipeline_schedule=name))
     held = []
@@ -519,14 +519,41 @@ def most_held(rank, name):
     model.on_action = look
     with saved_bytes(model.module) as saved:
         model.forward_backward(batches[0])
-    return max(held) / held[0]
+    return [num_bytes / held[0] for num_bytes in held]
 
-with_gpipe = round(ranks.run(most_held, "gpipe")[0], 3)
-with_1f1b = round(ranks.run(most_held, "1f1b")[0], 3)
-print(f"GPipe holds {with_gpipe:.0f} times the bytes of one micro-batch")
-compare("1F1B, bytes of rank 0", kept_by_first, with_1f1b, within=1, found="counted")
+with_gpipe = ranks.run(held_after_each, "gpipe")[0]
+with_1f1b = ranks.run(held_after_each, "1f1b")[0]
+print(f"GPipe holds up to {max(with_gpipe):.0f} times the bytes of one micro-batch")
+most = round(max(with_1f1b), 3)
+compare("1F1B, bytes of rank 0", kept_by_first, most, within=1, found="counted")
 
 # %% [markdown]
+# A memory profile of the first stage shows these bytes over time. We draw them where the simulation has the actions.
+
+# %% tags=["figure"]
+def over_time(name, held):
+    """(ms, held) of rank 0, where each of its actions starts and where it stops."""
+    simulated = simulate(schedule(name, 4, 8), STAGE_S)
+    actions = [bar for bar in simulated.rows if bar.rank == 0]
+    times = [0.0]
+    heights = [0.0]
+    for bar, after in zip(actions, held):
+        times += [1e3 * bar.start_s, 1e3 * bar.stop_s]
+        heights += [heights[-1], after]
+    return times, heights
+
+plot.lines(
+    {"GPipe": over_time("gpipe", with_gpipe), "1F1B": over_time("1f1b", with_1f1b)},
+    marks=False, xlabel="ms", ylabel="micro-batches that rank 0 holds",
+    title="While the first stage waits, its memory stands still",
+    alt="GPipe climbs to eight micro-batches, stays there and falls; 1F1B climbs to "
+        "four, stays there for 180 ms, then goes up and down between three and four",
+)
+
+# %% [markdown]
+# The flat piece of 1F1B is gap b. Nothing is kept and nothing is freed while the first micro-batch is on its way back.
+# GPipe's is longer by the time that its last micro-batch takes to reach the last rank, 90 ms.
+#
 # **Takeaway: 1F1B has the bubble of GPipe, and keeps at most p micro-batches in place of m. The first rank keeps the
 # most, and its long gap before the first backward is the way back.**
 
@@ -536,7 +563,7 @@ compare("1F1B, bytes of rank 0", kept_by_first, with_1f1b, within=1, found="coun
 # warm-up. Ask the room: who keeps the most, and who has the logits? (The first; the last. Section 6.)
 
 # %% [markdown]
-# ## 5. PyTorch's own pipeline, and broken on purpose (core, 15 min)
+# ## 5. PyTorch's own pipeline, and broken on purpose (core, 12 min)
 #
 # PyTorch has pipelines as well, in `torch.distributed.pipelining`. A `PipelineStage` wraps a module, and a schedule
 # object is also the runner: it cuts the batch into micro-batches by itself and finds out the shapes of the messages. The
@@ -635,30 +662,6 @@ check_schedule(wrong, num_stages=2, num_microbatches=2)
 # waits for. Either rank can break the circle: rank 1 by doing `1B0` before `1F1`, or rank 0 by doing `0F1` before
 # `0B0`.
 #
-# PyTorch has such a validator too, which `torch_schedules.validate` calls. We give both a schedule in which rank 1 does
-# its first forward **twice**.
-
-# %% tags=["nbval-check-output"]
-from labcode.parallel import torch_schedules
-
-for name in ("gpipe", "1f1b"):
-    torch_schedules.validate(schedule(name, 4, 8), 4, 8)
-    print(f"PyTorch accepts our {name}")
-
-doubled = schedule("1f1b", 4, 8)
-doubled[1].insert(1, doubled[1][0])
-validators = {"PyTorch": torch_schedules.validate, "labcode": check_schedule}
-for name, validate in validators.items():
-    try:
-        validate(doubled, 4, 8)
-        print(f"{name}: nothing is wrong")
-    except ValueError as error:
-        print(f"{name}: {error}")
-
-# %% [markdown]
-# PyTorch's validator (of torch 2.13) collects the actions in sets, and a set that is given the same action again does
-# not change. But such a rank would compute one micro-batch twice, and send it twice.
-#
 # The second kind of failure comes in the middle of a step: a stage runs out of memory, or gets a bad shape. The other
 # ranks wait for its output. What do they say?
 
@@ -687,8 +690,8 @@ except RankError as error:
 # read, and it should name the stage and the action.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Draw the circle as two arrows. Ask: would two validators that share an author have found the
-# doubled F? (Perhaps not. That is why we keep both.)
+# *For the instructor.* Draw the circle as two arrows. PyTorch has a validator too, which section 8 uses. That of torch
+# 2.13 collects the actions in sets, so it accepts a rank that does one forward twice; labcode's refuses it.
 
 # %% [markdown]
 # ## 6. A whole GPT (core, 17 min)
@@ -1179,26 +1182,33 @@ check("12.5", choose)
 # %% [markdown]
 # ## 9. Part III on one page: what to choose first (core, 12 min)
 #
-# You now know four ways to use many GPUs: data, tensor (with sequence), context and pipeline parallelism. Which comes
-# first? The order follows from what each costs.
+# You now know four ways to use many GPUs: data, tensor (with sequence), context and pipeline parallelism. Lesson 13 adds
+# a fifth, **sharded data parallelism**, also called FSDP: data-parallel ranks that share out the weights and what
+# belongs to them. (A sixth, expert parallelism, needs a mixture of experts, a model whose layers have many MLPs of which
+# each token uses a few. It puts these MLPs on different ranks.) Which comes first? The order follows from what each
+# costs.
 #
 # 1. **Does the model fit on one GPU?** Then use data parallelism only. It sends more bytes than a pipeline: about twice
 #    the gradients, for 1.7 billion parameters in 16 bits some 7 GB. But it sends them once in a step and can hide them
-#    behind backward, it has no bubble, and the model stays as it is. How many tokens per GPU hide its messages is
-#    derived in lesson 13, section 5.
-# 2. **If not, use tensor parallelism**, as little as needed, and never across nodes. Add sequence parallelism: it sends
-#    a quarter more bytes, and they can travel behind computing (lesson 10).
-# 3. **If the activations of one sequence do not fit** even so, use context parallelism.
-# 4. **If the weights need more than a node, use pipeline parallelism** between nodes.
-# 5. **All GPUs that are left are data parallel.** Check that m is several times p.
+#    behind backward, it has no bubble, and the model stays as it is.
+# 2. **If not, shard it over the data-parallel ranks**, as long as each GPU has enough tokens. The model's code still
+#    stays as it is. Half as many bytes again are sent, in each micro-batch. Lesson 13, section 5, derives from how many
+#    tokens on they hide behind computing.
+# 3. **With fewer tokens, use tensor parallelism**, as little as needed, and never across nodes. Add sequence
+#    parallelism: it sends a quarter more bytes, and they can travel behind computing (lesson 10).
+# 4. **If the activations of one sequence do not fit** even so, use context parallelism.
+# 5. **If the weights need more than a node** and sharding does not hide between nodes, use pipeline parallelism there,
+#    with m several times p. It does not go well with step 2: each micro-batch would gather the weights again.
+# 6. **All GPUs that are left are data parallel.**
 #
-# Let us make a rule of it and see whether it gives what people really used. In mixed precision with Adam, Megatron keeps
-# 18 bytes for each parameter: 16 bits for the weight, and 32 bits each for its gradient, for an exact copy of the weight
-# and for Adam's two averages. (Lesson 04, section 6, counts 16 bytes: there everything has 32 bits and there is no copy.
-# Those who keep the gradient in 16 bits here also come to 16.) Let these 18 bytes take at most three quarters of a GPU's
-# 80 GB; the rest is for activations.
+# Let us make a rule of steps 1, 3 and 5 and see whether it gives what people really used before step 2 was common. In
+# mixed precision with Adam, Megatron keeps 18 bytes for each parameter: 16 bits for the weight, and 32 bits each for its
+# gradient, for an exact copy of the weight and for Adam's two averages. (Lesson 04, section 6, counts 16 bytes: there
+# everything has 32 bits and there is no copy. Those who keep the gradient in 16 bits here also come to 16.) Let these 18
+# bytes take at most three quarters of a GPU's 80 GB; the rest is for activations.
 #
-# Narayanan et al. (2021, Table 1) published how they trained ten GPT models on A100 with 80 GB, in nodes of 8.
+# Narayanan et al. (2021, Table 1) published how they trained ten GPT models on A100 with 80 GB, in nodes of 8 and
+# without sharding.
 #
 # **Predict** by hand, with tp and pp as powers of two: how did they cut the model of 39.1 billion parameters?
 
@@ -1255,8 +1265,8 @@ for hidden, num_layers, gpus, tp, pp, sequences in PUBLISHED:
 # layers, which do not divide by 32, and they took 35. So one line about memory explains most of such a table. What it
 # leaves out:
 #
-# - **Sharding.** Lesson 13 (sections 2 to 4) shares the 18 bytes out over the data-parallel ranks, and then many of
-#   these models fit with less tp or pp. It costs more communication.
+# - **Sharding**, step 2. Shared out over the data-parallel ranks, the 18 bytes of many of these models fit with less tp
+#   or pp.
 # - **Long sequences.** The models here have 2048 tokens. When sequences are so long that the activations of a single one
 #   do not fit, cp comes next after tp.
 # - **The links.** On a node with slow links, tp = 2 with more stages can be faster than tp = 8, as you saw when you
@@ -1265,35 +1275,70 @@ for hidden, num_layers, gpus, tp, pp, sequences in PUBLISHED:
 # | the model's state (18 bytes a parameter) | GPUs | choose first |
 # |---|---|---|
 # | fits on one GPU | any number | dp |
-# | fits on one node of 8 | 8 | tp with sequence parallelism, up to 8 |
-# | fits on one node of 8 | more than 8 | the same tp, and dp between the nodes |
-# | does not fit on a node | several nodes | tp 8, pp until it fits, dp with the rest; m at least 4 pp |
+# | does not, and each GPU has enough tokens in a micro-batch | any number | sharded dp |
+# | fits on one node of 8, with fewer tokens | 8 | tp with sequence parallelism, up to 8 |
+# | fits on one node of 8, with fewer tokens | more than 8 | the same tp, and dp between the nodes |
+# | does not fit on a node, with fewer tokens | several nodes | tp 8, pp until it fits, dp with the rest; m at least 4 pp |
 # | any, and the activations of one sequence do not fit | | as above, and cp before you add stages |
 #
-# The first four rows follow from the rule above. That m should be at least 4 pp is the advice of the GPipe paper
+# The second row is lesson 13's, and the other four of the first five follow from the rule above. That m should be at least 4 pp is the advice of the GPipe paper
 # (section 2.3); the bubble is then less than a quarter of the work. The last row is the order in which Llama 3 adds
 # its axes: tensor, context, pipeline, data (Llama Team 2024, section 3.3.2).
 #
-# **Takeaway: memory decides how far a model has to be cut, and the speed of the links decides along which axis. What is
-# left goes to data parallelism.**
+# **Takeaway: memory decides how far a model has to be cut. The tokens of a GPU and the speed of the links decide along
+# which axis. What is left goes to data parallelism.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Ask for the row of a 7 billion model on 64 GPUs before showing the table. (126 GB: tp 4, dp 16.)
+# *For the instructor.* Ask for the row of a 7 billion model on 64 GPUs before showing the table. (126 GB: sharded over 64
+# ranks it is 2 GB each, so tp is not needed for memory. Without sharding tp 4, dp 16: 32 GB each.) Ask who would use tp
+# all the same. (Whoever has a small batch: 64 GPUs with 2,000 tokens each are 128,000 tokens in a step.)
 
 # %% [markdown]
-# ## 10. From here to GPUs and SLURM (core, 5 min)
+# ## 10. From here to GPUs and SLURM (core, 8 min)
 #
 # | where | start |
 # |---|---|
 # | 4 GPUs of one machine | `torchrun --nproc-per-node=4 -m labcode.train gpt_10m --parallel.pp 4 --train.micro_batch 4` |
 # | another schedule | add `--parallel.pipeline_schedule zero_bubble`, or `--parallel.pipeline_schedule interleaved --parallel.stages_per_rank 2 --model.num_layers 8` (each of the 8 stages needs a layer) |
 # | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=4 python -m labcode.train gpt_10m --parallel.pp 2 --parallel.tp 2` |
+# | what two of its ranks do, as a trace | add `--profile.steps 4:6 --profile.ranks 0 2 --profile.memory` (lesson 02, section 6, reads it) |
 #
 # (Under `srun`, export `MASTER_ADDR` and `MASTER_PORT` first, the variables of lesson 04, section 7; lesson 14,
 # section 2, writes such a script.) In the default order of the grid, pp is the slowest axis, so it is the one that
-# crosses the nodes. The number of micro-batches is the batch of a data-parallel rank divided by `micro_batch`. On GPUs
-# the stages really compute, and W rarely takes as long as I. `model.on_action` is told when each action ran: put the
+# crosses the nodes. The number of micro-batches is the batch of a data-parallel rank divided by `micro_batch`.
+#
+# On GPUs the stages really compute, and W rarely takes as long as I, because attention has no weights: all of its
+# backward is I. For each token of a layer of width h, in sequences of S tokens with a causal mask, W costs 24 h² FLOPs
+# and I costs 24 h² + 4 h S. With S = h that makes W 6/7 of I. `model.on_action` is told when each action ran: put the
 # times of your stages into `simulate`, and choose before you submit.
+#
+# **A form to fill in.** Two nodes have two GPUs each. Tensor parallelism of 2 inside a node and a pipeline of 2 between
+# them use all four, so there is one copy of the model, dp = 1. A course of NVIDIA's therefore sets the global batch to
+# the size of one micro-batch. Take micro-batches of 2 samples.
+#
+# **Predict.** What share of the time does each GPU wait if the global batch is 2? What is the smallest global batch with
+# which the bubble is at most 1/8 of the work?
+
+# %% tags=["predict"]
+share_of_waiting = 1 / 2
+smallest_batch = 2 * 8
+
+# %% tags=["nbval-check-output"]
+one_batch = simulate(schedule("1f1b", 2, 1), STAGE_S)
+waiting = one_batch.bubble_over_total()
+m = 1
+while simulate(schedule("1f1b", 2, m), STAGE_S).bubble_over_ideal() > 1 / 8:
+    m += 1
+compare("waiting, m = 1", share_of_waiting, waiting, within=1, found="simulated")
+compare("global batch", smallest_batch, 2 * m, within=1, found="simulated")
+
+# %% [markdown]
+# With dp = 1, a global batch of one micro-batch is m = 1, the pipeline of section 1, in which two stages take turns. It
+# runs, it trains, and half of each GPU is paid for nothing. So the form reads
+#
+#     --parallel.tp 2 --parallel.pp 2 --train.micro_batch 2 --train.global_batch 16
+#
+# and lesson 15, section 6, runs it on two nodes.
 
 # %%
 ranks.close()
@@ -1370,4 +1415,5 @@ ranks.close()
 # - Llama Team 2024, arXiv:2407.21783, section 3.3: uneven stages, and the order of the axes.
 # - 18 bytes for each parameter: Megatron Core, *Distributed Optimizer*,
 #   <https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/dist_optimizer.html>.
+# - NVIDIA DLI, *Multi-Node Distributed Training Strategies*, exercise 3.6: the form of section 10.
 # - PyTorch: <https://docs.pytorch.org/docs/stable/distributed.pipelining.html>.

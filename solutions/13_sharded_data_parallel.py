@@ -195,7 +195,7 @@ compare("stage 3", bytes_at_stage_3, bytes_for_each(by_stage[3]), within=1.01)
 # stage 1 is worth with an 8-bit optimizer. (Less: the two moments take 2 bytes and not 8.)
 
 # %% [markdown]
-# ## 2. Stage 1: each rank updates its part (core, 40 min)
+# ## 2. Stage 1: each rank updates its part (core, 36 min)
 #
 # First we have to say what a rank's part is. We cut each weight along its first dim, into rows. With R rows and p
 # ranks, each rank gets R/p rows, rounded up, until none are left. So the last rank may get fewer rows, or none. For
@@ -220,17 +220,9 @@ def own_rows(weight, group):
 check("13.1", own_rows, ranks)
 
 # %% [markdown]
-# Here is labcode's. `piece_of(whole, index, parts)` is the view that rank `index` of `parts` ranks has, and from here
-# on you may use it.
-
-# %%
-from labcode.parallel.data import DataParallel
-from labcode.parallel.zero import cut, optimizer
-
-show_source(cut.rows_of)
-show_source(cut.piece_of)
-
-# %% [markdown]
+# labcode's is `piece_of(whole, index, parts)`: the view that rank `index` of `parts` ranks has. From here on you may
+# use it.
+#
 # AdamW treats each number by itself: the new value of a parameter depends on the old one, its gradient and its own two
 # moments. So a rank can hand its rows to an ordinary AdamW as if they were a whole weight, and the rows get the same
 # values as in an update of the whole weight. (An optimizer such as Muon looks at a whole matrix and cannot be divided
@@ -305,15 +297,20 @@ check("13.2", ShardedOptimizer, ranks)
 # %% [markdown]
 # labcode's step begins in the same way (its `_own` is a `piece_of`). Then it packs the rows of all weights into one
 # message and sends them with a single all-gather (`gather_weights` does that), for the reason that you found in lesson
-# 05: one large message is faster than a hundred small ones. An all-gather wants parts of one size. Where a rank has
-# fewer rows, its part is filled up with zeros.
+# 05: one large message is faster than a hundred small ones. An all-gather needs parts of equal size. Where a rank has
+# fewer rows, its part is padded with zeros.
 
 # %%
+from labcode.parallel.data import DataParallel
+from labcode.parallel.zero import optimizer
+
 show_source(optimizer.ShardedOptimizer.step)
 
 # %% [markdown]
 # And this is PyTorch's own stage 1, `ZeroRedundancyOptimizer`, around the same AdamW. It does not cut weights: each
-# whole weight has one rank that keeps its state, updates it and broadcasts it. Both train the same model here.
+# whole weight has one rank that keeps its state, updates it and broadcasts it. (It works in PyTorch 2.13, but PyTorch's
+# developers say that it is not maintained: issue 155952 of 2025. For a long run of your own take FSDP2 of section 7, or
+# Megatron-LM's optimizer of section 3.) Both train the same model here.
 
 # %% tags=["nbval-check-output"]
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -418,9 +415,9 @@ compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
 # them up whole and sends them once; then it keeps as much between the micro-batches as at stage 1. labcode does the
 # second.
 #
-# A fast reduce-scatter also wants parts of one size, one for each rank. Take 2 ranks, a weight a of 4 rows and a weight
-# b of 3 rows. The part that goes to rank 0 holds its rows of a and of b, one behind the other; the part for rank 1 is
-# filled up with a row of zeros:
+# A fast reduce-scatter also needs parts of equal size, one for each rank. Take 2 ranks, a weight a of 4 rows and a
+# weight b of 3 rows. The part that goes to rank 0 holds its rows of a and of b, one behind the other; the part for rank
+# 1 is padded with a row of zeros:
 #
 #     to rank 0:  a0 a1 b0 b1        to rank 1:  a2 a3 b2 0
 
@@ -429,8 +426,8 @@ compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
 #
 # Write a function that is called after backward. It leaves in `rows[i].grad` the average over the group of this rank's
 # rows of `params[i].grad` (what stood there before is replaced), and `None` in `params[i].grad`. Do it with **one**
-# reduce-scatter for all weights: `dist.reduce_scatter(own, parts, group=group)` takes a list of p tensors of one size,
-# of which number j goes to rank j. It writes into `own` the sum of what this rank receives.
+# reduce-scatter for all weights: `dist.reduce_scatter(own, parts, group=group)` takes a list of p tensors of equal
+# size; tensor j goes to rank j. It writes into `own` the sum of what this rank receives.
 #
 # - `piece_of(tensor, j, p)` are the rows of rank j; `.flatten()` makes a row of numbers of them, and `torch.cat` joins.
 # - The first rank has the most rows, so its part is the longest.
@@ -844,7 +841,8 @@ plot.timeline(
 # 20 ms, the link would need longer than the device in backward, and set the pace.
 #
 # Look at the turn from forward to backward: the device waits 15 ms for G6, weights that it has given back a moment ago.
-# So torchtitan keeps the last layer: `fully_shard(last_layer, reshard_after_forward=False)`.
+# So torchtitan keeps what forward uses last. There the final norm and the head are one unit, made by
+# `fully_shard([norm, head], reshard_after_forward=False)`.
 #
 # Now all choices beside each other.
 
@@ -870,9 +868,11 @@ for name, options in choices.items():
 # The emulation knows no latency. On a real link each message pays α (lesson 05, section 1), so very small units lose.
 # And on a GPU, NCCL's own kernels take some of the SMs while they send.
 #
-# In PyTorch these choices are `fully_shard(layer)` for each unit and `reshard_after_forward=True` or `False`. FSDP2
-# prefetches one unit by itself; `layer.set_modules_to_forward_prefetch([...])` asks for more. In labcode they are
-# arguments of `FullyShardedModule`; a training run chooses with `--parallel.zero_stage`.
+# In PyTorch these choices are `fully_shard(layer)` for each unit and `reshard_after_forward=True` or `False`. In
+# backward FSDP2 starts the gather of the next unit by itself. In forward it gathers a unit when the program comes to
+# it, on a stream of its own. On a GPU that is early enough as long as Python runs ahead of the GPU. Where it does not,
+# `layer.set_modules_to_forward_prefetch([...])` starts the gathers of the units in the list earlier. In labcode these
+# choices are arguments of `FullyShardedModule`; a training run chooses with `--parallel.zero_stage`.
 
 # %% [markdown]
 # ### How many tokens hide the messages
@@ -981,6 +981,10 @@ compare(
 #
 # An all-reduce of gradients is as hard to hide as stage 3, but it comes once in a step. With 16 micro-batches its time
 # is small beside the other 15, and stage 3 pays in each of them.
+#
+# The rule is for a layer in which each token uses each weight. In a **mixture of experts** a layer has E MLPs in place
+# of one, its experts, and a token goes through k of them. All E are gathered, and only k compute for a token, so for
+# the experts' weights the rule asks for E/k times as many tokens.
 
 # %% tags=["figure"]
 plot.tokens_that_hide(
@@ -1120,8 +1124,11 @@ compare("hybrid", hybrid_sends, numbers[1], within=1.1, found="counted")
 
 # %% [markdown]
 # (The flat one is a little below the formula, because the root is gathered only once.) The price is memory: a rank
-# keeps 16/s bytes for each parameter instead of 16/p. With FSDP2 this is a mesh of two dims:
-# `fully_shard(layer, mesh=init_device_mesh("cuda", (nodes, 8)))` copies over the first dim and shards over the second.
+# keeps 16/s bytes for each parameter instead of 16/p. With FSDP2 this is a mesh of two dims, which must have names. It
+# copies over the first dim and shards over the second:
+#
+#     mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("copies", "shards"))
+#     fully_shard(layer, mesh=mesh)
 #
 # **Or tensor parallelism?** Tensor parallelism divides the weights as well, and none of them travel: it sends
 # activations (lesson 09, section 4). Which is less? Take a transformer layer of width h and T tokens, which p ranks
@@ -1205,20 +1212,32 @@ plot.lines(
 # that frees them sends five parts instead of two.)
 
 # %% [markdown]
-# ## 7. A script of your own with FSDP2 (core, 50 min)
+# ## 7. A script of your own with FSDP2 (core, 54 min)
 #
-# In section 4 `fully_shard` trained a model in a few lines. A real training run needs four things more.
+# In section 4 `fully_shard` trained a model in a few lines. A real training run needs five things more.
 #
 # **Precision.** `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` says in which dtype the
 # weights of a unit are gathered and used, and in which its gradients are added up over the ranks. The rows that a rank
 # keeps stay as the model was built, in float32: they are the master weights of section 1. Their gradients are float32
 # too. So a rank keeps 4 + 4 + 8 = 16 bytes for each of its parameters, as many as in the table of section 1, and the
-# 16-bit weights exist only while a unit is whole. The all-gathers send 2 bytes for each number. The reduce-scatters
-# send 4, and with `reduce_dtype=torch.bfloat16` only 2, but then a sum over many ranks loses digits.
+# 16-bit weights exist only while a unit is whole. The all-gathers send 2 bytes for each number, and the reduce-scatters
+# send 4, so backward needs the 1.5 times as many tokens of section 5. If you leave `reduce_dtype` out, gradients are
+# sent and added up in the dtype they were computed in. Here that is bfloat16: 2 bytes, but a sum over many ranks loses
+# digits.
+#
+# Without a policy, and with `model.bfloat16()` before `fully_shard`, a rank keeps 2 + 2 + 2 + 2 = 8 bytes, since
+# AdamW's two averages have the dtype of the weight. There is no master copy then, and updates that are small beside
+# their weight are rounded away (lesson 03, section 4).
 #
 # **Micro-batches.** With several backward passes in a step, the gradients need to travel only in the last one.
 # `model.set_requires_gradient_sync(False)` holds the reduce-scatters back, until it is called with True. The price is
-# memory: until then every rank keeps whole gradients, as at stage 1.
+# memory: until then every rank keeps whole gradients, as at stage 1. They are kept in `reduce_dtype`, here 4 bytes for
+# each parameter of the model.
+#
+# **What a unit may hold.** A tied weight, which two modules share, belongs to one unit. In our GPT the embedding and
+# the head share theirs, and both are left to the root; `fully_shard([model.embed, model.head])` would make one unit of
+# the two. Frozen weights may stand in a unit beside trained ones: they are gathered, and have no gradient to send. The
+# trained weights of a unit must have one dtype. Buffers are neither cut nor cast, and FSDP2 never sends them.
 #
 # **Clipping.** A weight is now a DTensor, a tensor of which each rank has some rows, and so is its gradient. So
 # `nn.utils.clip_grad_norm_(model.parameters(), 1.0)` is written as on one process: it adds up the squares of all ranks.
@@ -1227,15 +1246,15 @@ plot.lines(
 #
 # **Checkpoints.** No rank has the whole model, and none needs it: with `torch.distributed.checkpoint` (DCP) each rank
 # writes its rows. A file beside them says which rows lie where, so a job with another number of ranks finds its own.
+# (For other tools, `HuggingFaceStorageWriter`, given to `dcp.save` as `storage_writer`, writes safetensors files.)
 #
-# **Names that you will meet elsewhere.** `FullyShardedDataParallel(model)` is FSDP1, which is deprecated: it joined the
-# weights of a unit into one flat parameter. A rank's part was a slice of that, which could begin in the middle of a
-# weight. `CPUOffloadPolicy()`, given as `offload_policy`, keeps rows, gradients and optimizer in the memory of the
-# host. The GPU then holds only the units in use, and each of them crosses PCIe. ZeRO-Infinity goes one step further, to
-# NVMe disks. ZeRO++ saves bytes between nodes: it gathers weights in 8 bits, keeps a second copy of them in each node
-# for backward (in FSDP2 `reshard_after_forward=8`, on nodes of 8), and sends gradients in 4 bits.
+# **Names that you will meet elsewhere.** `CPUOffloadPolicy()`, given as `offload_policy`, keeps rows, gradients and
+# optimizer in the memory of the host. The GPU then holds only the units in use, and each of them crosses PCIe.
+# ZeRO-Infinity goes one step further, to NVMe disks. ZeRO++ saves bytes between nodes: it gathers weights in 8 bits,
+# keeps a second copy of them in each node for backward (in FSDP2 `reshard_after_forward=8`, on nodes of 8), and sends
+# gradients in 4 bits.
 #
-# We look at the first two on our four ranks. A hook notes the dtype that a weight has while it is used.
+# We look at the first three on our four ranks. A hook notes the dtype that a weight has while it is used.
 
 # %% tags=["nbval-check-output"]
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -1266,6 +1285,72 @@ def dtypes(rank, tokens):
 tokens = torch.randint(512, (1, 16), generator=torch.Generator().manual_seed(0))
 in_use, kept, gradient = ranks.run(dtypes, tokens)[0]
 print(f"while it is used: {in_use}, kept: {kept}, gradient: {gradient}")
+
+# %% [markdown]
+# This is what PyTorch says of the embedding as a unit of its own, while the head, with the same weight, stays in the
+# root. (Since version 2.13 it looks for this.)
+
+# %% tags=["raises-exception"] raises="RankError: rank 0: ValueError: Parameter 'embed.weight' is shared"
+def embedding_apart(rank, tokens):
+    model = initialize(GPT(CONFIG), seed=0)
+    fully_shard(model.embed)
+    fully_shard(model)
+    return model(tokens)
+
+ranks.run(embedding_apart, tokens)
+
+# %% [markdown]
+# **The older FSDP.** Many scripts still use `FullyShardedDataParallel`, FSDP1. It joins all weights of a unit, end to
+# end, into one long `FlatParameter` and gives each rank an equal slice of it, which may begin in the middle of a
+# weight. One tensor has one dtype, and is frozen or not, so all weights of a unit have to agree in both. (With
+# `use_orig_params=True` the model shows its weights again, as parts of the flat one, and some may be frozen.) A wrapping
+# policy finds the units, here every `Block`. The guide of Transformer Engine does so with
+# `transformer_layer_cls={te.TransformerLayer}`, for layers that have no parallelism of their own. FSDP2 cuts each weight
+# by itself. The same layer in both:
+
+# %% tags=["nbval-check-output"]
+import functools
+
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from labcode.models.layers import Block
+
+
+def kept_of_a_layer(rank):
+    """What this rank keeps of the first layer, with FSDP1 and with FSDP2."""
+    find_blocks = functools.partial(
+        transformer_auto_wrap_policy, transformer_layer_cls={Block}
+    )
+    older = FullyShardedDataParallel(
+        initialize(GPT(CONFIG), seed=0),
+        auto_wrap_policy=find_blocks,
+        device_id=torch.device("cpu"),
+    )
+    flat = {name: list(p.shape) for name, p in older.blocks[0].named_parameters()}
+    newer = sharded(MixedPrecisionPolicy())
+    cut = {}
+    for name, param in newer.blocks[0].named_parameters():
+        cut[name] = list(param.to_local().shape)
+    return flat, cut
+
+flat, cut = ranks.run(kept_of_a_layer)[1]
+print("FSDP1, rank 1:", flat)
+print("FSDP2, rank 1:", cut)
+
+# %% [markdown]
+# With FSDP1 a rank keeps one slice of 12,496 numbers, a quarter of the layer. Rank 0's takes the first three weights, 64
+# + 64 + 12,288 numbers, and 80 numbers of the fourth, a bias of 192. Rank 1's begins in the middle of that bias. With
+# FSDP2 each weight keeps its name, and each rank has some of its rows. What changes in a script:
+#
+# | FSDP1 | FSDP2 |
+# |---|---|
+# | `auto_wrap_policy=` with `transformer_auto_wrap_policy` | `fully_shard(layer)` for each layer, then `fully_shard(model)` |
+# | `ShardingStrategy.FULL_SHARD`, `SHARD_GRAD_OP` | `reshard_after_forward=True`, `False` |
+# | `ShardingStrategy.HYBRID_SHARD` | a mesh of two dims |
+# | `with model.no_sync():` | `model.set_requires_gradient_sync(False)` |
+# | `model.clip_grad_norm_(1.0)` | `nn.utils.clip_grad_norm_(model.parameters(), 1.0)` |
+# | `sync_module_states=True` | nothing: all ranks begin alike, or load a checkpoint |
 
 # %% [markdown]
 # **Predict.** The GPT has four layers and the root, five units. A step has two micro-batches. How many reduce-scatters
@@ -1564,7 +1649,8 @@ ranks.close()
 # <details><summary>Answer</summary>
 #
 # A pipeline needs many micro-batches, and each forward and backward of each of them gathers the weights of a rank's
-# part of the pipeline again. Keep them whole for all micro-batches, or use stage 1.
+# part of the pipeline again. Keep them whole after forward, as torchtitan does where there is a pipeline, or use
+# stage 1.
 # </details>
 #
 # ## Recap
@@ -1595,5 +1681,9 @@ ranks.close()
 #   2022: 400 Gb/s for each GPU.
 # - Megatron Core, *Distributed Optimizer*,
 #   <https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/dist_optimizer.html>.
-# - PyTorch: <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html> and
-#   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>.
+# - PyTorch: <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>,
+#   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html> and, for prefetch,
+#   <https://docs.pytorch.org/docs/stable/notes/fsdp.html>. `ZeroRedundancyOptimizer` is not maintained:
+#   <https://github.com/pytorch/pytorch/issues/155952>. Tied weights in one unit:
+#   <https://github.com/pytorch/torchtitan/issues/2817>.
+# - torchtitan, `torchtitan/models/llama3/infra/parallelize.py`: the unit that is kept, and pipelines.

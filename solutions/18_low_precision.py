@@ -15,21 +15,22 @@
 #
 # A GPU multiplies 16-bit numbers many times as fast as 32-bit ones, and 8-bit numbers twice as fast again. But float16
 # turns small gradients into zeros, and eight bits make only 256 different numbers, where a model has millions of
-# different weights. In this lesson you find out why training works all the same. The first half is about 16 bits: what
-# is lost, and how a scaled loss saves it. The second half is about 8 bits: you write the rounding, the scaling, and a
-# linear layer whose three products run in 8 bits. Then you train with it, on one process and on four.
+# different weights. In this lesson you find out why training works all the same. Two optional
+# sections are about float16: what is lost, and how a scaled loss saves it. The others are about 8 bits: you write the
+# rounding, the scaling, and a linear layer whose three products run in 8 bits. Then you train with it, on one process
+# and on four. Lesson 22 goes on from there: sums of few bits, scales for tiles, and four bits.
 #
 # ## Goals
 #
 # - say what a number format can hold, and how far its numbers are apart;
-# - say which gradients underflow in float16 and why, and write the dynamic loss scale that saves them;
+# - say which gradients underflow in float16 and why, and write the dynamic loss scale that saves them (optional);
 # - write the rounding to an 8-bit format by hand, and be equal to PyTorch in every bit;
 # - write current and delayed scaling, and know what each of them costs;
 # - write a linear layer in FP8: forward, input gradient, weight gradient;
 # - share the scale over a group of ranks, and know when this is needed;
 # - decide which layers of a model stay in higher precision.
 #
-# **Time**: 235 minutes, and 55 more for what is optional. Good places for a break are after sections 3, 5 and 7.
+# **Time**: 180 minutes, and 110 more for what is optional. Good places for a break are after sections 3, 5 and 7.
 #
 # **Needs**: lesson 01 (section 2), lesson 03 (section 4). For section 9 also lesson 09 (section 2) and lesson 13
 # (section 4).
@@ -142,7 +143,10 @@ check("18.1", spacing)
 # numbers has e4m3? (253 with both zeros counted as one: 256 patterns, two of them not a number, -0 and 0.)
 
 # %% [markdown]
-# ## 2. Sixteen bits: what underflows, and why (core, 45 min)
+# ## 2. Sixteen bits: what underflows, and why (optional, 45 min)
+#
+# Who trains in bfloat16, as nearly everybody does on GPUs since 2020, can go on with section 4. This section is for
+# those who have older GPUs (V100, T4), and for those who meet a `GradScaler` in somebody's code.
 #
 # Of the two formats of 16 bits bfloat16 has the exponent of float32, and needs nothing but the autocast of lesson 03.
 # float16 has 8 times as many numbers between 1 and 2, and it is the only 16-bit format of GPUs before 2020. Its problem
@@ -690,8 +694,8 @@ for name, dtype, guess in (("e4m3", E4M3, lost_in_e4m3), ("e5m2", E5M2, lost_in_
     compare(name, guess, lab.part_in_words(share), options=lab.PARTS)
 
 # %% [markdown]
-# float16 had the same trouble in section 2, and its cure was one number for the whole model: the loss scale. With eight
-# bits one number is not enough. Input, weight and gradient lie in different places of the ruler, and so do those
+# float16 has the same trouble (section 2), and its cure is one number for the whole model, by which the loss is
+# multiplied. With eight bits one number is not enough. Input, weight and gradient lie in different places of the ruler, and so do those
 # of other layers. So every tensor gets a **scale** of its own:
 #
 # 1. `amax` is the largest |x| of the tensor;
@@ -715,7 +719,7 @@ compare("nearly nothing is lost", nearly_nothing_is_lost, lost < 0.02)
 
 # %% [markdown]
 # What is still lost are the smallest numbers beside much larger ones, in a sum that both go into. That hurts little.
-# (It hurts when one single number is so large that it sets the scale for all the others. Section 8 returns to it.)
+# (It hurts when one single number is so large that it sets the scale for all the others. Section 10 returns to it.)
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 18.5 · Quantise
@@ -849,7 +853,7 @@ class DelayedScaling:
 check("18.6", DelayedScaling)
 
 # %% [markdown]
-# The loss scaler of section 2 works the other way round. It tries a large scale, and steps back after an
+# The loss scaler of float16 (section 2) works the other way round. It tries a large scale, and steps back after an
 # overflow has happened. Delayed scaling measures how large the numbers are, and saturates where it was wrong.
 #
 # **Takeaway: current scaling is exact and looks at each tensor twice. Delayed scaling looks once and bets that the next
@@ -890,7 +894,7 @@ plot.fp8_linear(
 # bits than float32 has. The tensor cores of Hopper keep about 14 bits of a sum (DeepSeek-AI 2024, section 3.3.2). That is
 # why libraries add the sums of shorter pieces in float32. It is called `use_split_accumulator` in Transformer Engine,
 # which leaves it out in forward where a tensor has one current scale, and `use_fast_accum=False` in `torch._scaled_mm`.
-# So a product on Hopper may be less exact than ours.
+# So a product on Hopper may be less exact than ours. Lesson 22, section 1, emulates such sums.
 #
 # There is a second gain. Backward needs x and W again. Autograd keeps them in 16 or 32 bits; our layer keeps the 8-bit
 # tensors, and they are all that backward needs.
@@ -977,7 +981,7 @@ show_source(fp8._Fp8Linear)
 # training became unstable? (The weight gradient: its error is not passed on to other layers.)
 
 # %% [markdown]
-# ## 8. A model in FP8 (core, 30 min)
+# ## 8. A model in FP8 (core, 20 min)
 #
 # `fp8.Fp8(recipe).convert(model)` of labcode gives every linear layer but the last one such products. The last one, the
 # head, makes the logits. It is left in higher precision, as is usual: its errors go straight into the loss.
@@ -1020,25 +1024,30 @@ differences = {}
 for name in ("float32", "FP8, delayed", "FP8, current", "FP8, block"):
     pairs = zip(losses[name], losses["bfloat16"])
     differences[name] = lab.smooth([own - other for own, other in pairs])
+other_start = lab.train(lab.new_model(seed=1), 80, bfloat16=True)
+pairs = zip(other_start, losses["bfloat16"])
+band = [abs(size) for size in lab.smooth([own - other for own, other in pairs])]
 plot.lines(
     differences,
     xlabel="step", ylabel="nats, mean of 10 steps", marks=False,
+    bands={"bfloat16, another start": ([-size for size in band], band)},
     title="Loss minus that of bfloat16",
-    alt="Four lines that stay within a few thousandths of a nat around zero, "
-        "while the loss itself falls from 4.4 to 2.7",
+    alt="Four lines that stay within a few thousandths of a nat around zero, far "
+        "inside a grey band, while the loss itself falls from 4.4 to 2.7",
 )
 
 # %% [markdown]
-# The loss falls by more than a nat and a half, and the differences are about a thousandth of one. This is what the
-# authors of FP8 found for models of many sizes (the source is at the end). It is no proof for *your* model. So one
+# The loss falls by more than a nat and a half, and the differences are about a thousandth of one. The grey band shows
+# what another random start changes in bfloat16, and it is much wider. So the order of the four lines says nothing
+# about the recipes. This is what the authors of FP8 found for models of many sizes (the source is at the end). It is no proof for *your* model. So one
 # keeps an eye on the tensors, and that is the subject of lesson 19.
 #
 # Here FP8 is slower than float32, because we emulate it. A GPU that has it multiplies up to twice as fast as in
 # bfloat16, by its data sheet. How much of that is left depends on the casts: each has to read and write a whole tensor.
 # Transformer Engine does a cast in one kernel. By its documentation the linear layers of a model with 5 billion
 # parameters (hidden size 4096), casts included, are 1.69 times as fast as in bfloat16 on an H200 with delayed scaling,
-# 1.57 times with current scaling, and 1.41 times with a scale for each block. labcode's casts are plain PyTorch, a
-# kernel for each operation. On an H100 (`benchmarks/fp8.py`, forward and backward together) its layer of 16,384 ×
+# 1.57 times with current scaling, and 1.41 times with a scale for each block. In labcode
+# amax, cast and transpose are passes of their own, even where `torch.compile` joins the operations of each. On an H100 (`benchmarks/fp8.py`, forward and backward together) its layer of 16,384 ×
 # 16,384 takes 0.7 of the time of bfloat16, one of 8,192 takes 1.1 to 1.2 times as long, and one of 4,096 four times. In
 # both libraries small layers gain least, because they wait for casts and for the processor that starts the kernels.
 #
@@ -1097,76 +1106,29 @@ plot.bars(
 # - With current scaling the gradients of the logits are in e5m2. Above the half of its largest number it has four
 #   numbers, and there the gradients of most right characters lie.
 # - With blocks by the standard a right character whose p is below 1/8 is pushed up by up to an eighth too little.
+#   The gradients of weights are off by more than that. The sum over all characters is 0 in each token's gradient, and
+#   here too little is taken away at one place only. Over the tokens of a batch gradients cancel in part, and such an
+#   error, which has the same sign in each of them, does not.
 #   NVIDIA found that trainings of language models can diverge from it, and that they do not with scales that fit
 #   (Mishra et al. 2025). labcode's recipe, as that of Transformer Engine, takes those.
 # - With blocks that fit, a head in FP8 costs next to nothing here. Usually it stays in higher precision all the same:
 #   it is one layer of many, and its errors go into all others.
 #
-# ### One number that is much too large
-#
-# Large language models have **outliers**: single features that are up to twenty times larger than all others (Dettmers et
-# al. 2022), and at a few places **massive activations**, single numbers that are a thousand times larger and more (Sun et
-# al. 2024). The amax of such a tensor is that of the outlier. What is left for the others?
-#
-# With **int8** the 255 values lie at equal distances. If the outlier is 1000 and the others are about 1, then the
-# distance is 1000/127 = 7.9, and every ordinary number becomes 0. In e4m3 the distances shrink with the numbers. (The
-# error that we look at is the mean of |x̂ - x| / |x|, where x̂ is what becomes of x.)
-#
-# **Predict.** One feature of 512 is 1000 times larger than the others. How much of the ordinary numbers is lost in e4m3
-# with one scale for the tensor: `"a few percent"`, `"a third"`, or `"all of it"`, as in int8? (A number may be
-# 448 / 2^-6 = 28,672 times smaller than the largest one and still have all its 3 bits.)
-
-# %% tags=["predict"]
-error_in_e4m3 = "a few percent"
-
-# %% tags=["figure"]
-sizes = [1, 10, 100, 1_000, 10_000, 100_000, 1_000_000]
-errors = {name: [] for name in ("int8", "e4m3", "mxfp8", "nvfp4")}
-for size in sizes:
-    x = lab.with_outlier(size)
-    ordinary = x.abs() < x.abs().max()
-    for name, values in errors.items():
-        cast = lab.OPTIONS[name].cast
-        values.append(lab.relative_error(x, cast(x), ordinary))
-
-before, with_1000 = errors["e4m3"][0], errors["e4m3"][3]
-print(f"e4m3: {before:.3f} without an outlier, {with_1000:.3f} with one of 1000")
-LOST = {"a few percent": 0.03, "a third": 0.33, "all of it": 1.0}
-distance = {answer: abs(lost - with_1000) for answer, lost in LOST.items()}
-nearest = min(distance, key=distance.get)
-compare("e4m3, 1000", error_in_e4m3, nearest, options=LOST)
-plot.lines(
-    errors, x=sizes, logx=True,
-    xlabel="size of the outlier, as a multiple of the others",
-    ylabel="relative error of the others",
-    title="An outlier ruins int8 early, e4m3 late, and blocks hardly",
-    alt="The error of int8 is 1 when the outlier is a thousand times larger; that of "
-        "e4m3 is 0.03 up to there and rises beyond; that of mxfp8 stays low, that of "
-        "nvfp4 stays at 0.2 and rises to 1 at a million",
-)
-
-# %% [markdown]
-# This is the argument for floating point in 8 bits: it needs no cure for outliers of a thousand. Blocks go further. An
-# outlier spoils only the other numbers of its own block, and that is why formats of 4 bits have blocks. **NVFP4** is
-# one: numbers of 4 bits, for each block of 16 a scale of its own, which is a number of e4m3, and one float32 for the
-# whole tensor, which puts the largest of those scales at the end of their range. (At a million NVFP4 fails as well: the
-# scales of its blocks reach as far as e4m3 does, and those of the other blocks become zero. MXFP8's scales are powers
-# of two, from 2^-127 on.)
+# ### How far one scale carries
 #
 # How far does one scale for each tensor carry? Our eighty steps of a small model do not decide that. Micikevicius et
-# al. (2022) trained models of up to 175 billion parameters with it, as well as in 16 bits. Fishman et al. (2024) trained
-# Llama 2 7B for longer: after some 200 billion tokens the outliers behind its SwiGLU had grown until delayed scaling
-# failed, and the loss blew up. DeepSeek-V3 was trained with a scale for each 128 numbers of an activation and for each
-# 128 × 128 numbers of a weight, for the sake of outliers, and with sums in float32 (DeepSeek-AI 2024). Transformer
-# Engine calls that recipe `Float8BlockScaling`.
+# al. (2022) trained models of up to 175 billion parameters with it, as well as in 16 bits. Fishman et al. (2024)
+# trained Llama 2 7B for longer: after some 200 billion tokens the **outliers** behind its SwiGLU, single features far
+# larger than all others, had grown until delayed scaling failed, and the loss blew up. DeepSeek-V3 was trained with a
+# scale for each 128 numbers of an activation and for each 128 × 128 numbers of a weight, for the sake of outliers, and
+# with sums in float32 (DeepSeek-AI 2024). Transformer Engine calls that recipe `Float8BlockScaling`.
 #
-# **Takeaway: in e4m3 an outlier of a thousand costs the other numbers little, one of a hundred thousand more than half.
-# Here FP8 with one scale for each tensor trains as bfloat16 does. Long trainings of large models have failed with it,
-# and take a scale for each block.**
+# **Takeaway: here FP8 with one scale for each tensor trains as bfloat16 does. Long trainings of large models have failed
+# with it, and take a scale for each block. What the head loses, all layers lose: it stays in higher precision.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Most of the room expects e4m3 to fail at an outlier of 1000, as int8 does. Ask: what would a
-# loss curve look like if FP8 failed? (Usually it leaves bfloat16's late, or it spikes; rarely from the start.)
+# *For the instructor.* Ask: what would a loss curve look like if FP8 failed? (Usually it leaves bfloat16's late, or it
+# spikes; rarely from the start.)
 
 # %% [markdown]
 # ## 9. One scale for several ranks (core, 35 min)
@@ -1344,9 +1306,67 @@ for share, guess in {
 # of the group more easily than tp? (No tensor is put together over dp in 8 bits; gradients are averaged in 16 or 32
 # bits.)
 
-# %% [markdown] tags=["exercise"]
-# ## 10. Open end: a format for each tensor (optional, 20 min)
+# %% [markdown]
+# ## 10. Open end: a format for each tensor (optional, 30 min)
 #
+# ### One number that is much too large
+#
+# Large language models have **outliers**: single features that are up to twenty times larger than all others (Dettmers et
+# al. 2022), and at a few places **massive activations**, single numbers that are a thousand times larger and more (Sun et
+# al. 2024). The amax of such a tensor is that of the outlier. What is left for the others?
+#
+# With **int8** the 255 values lie at equal distances. If the outlier is 1000 and the others are about 1, then the
+# distance is 1000/127 = 7.9, and every ordinary number becomes 0. In e4m3 the distances shrink with the numbers. (The
+# error that we look at is the mean of |x̂ - x| / |x|, where x̂ is what becomes of x.)
+#
+# **Predict.** One feature of 512 is 1000 times larger than the others. How much of the ordinary numbers is lost in e4m3
+# with one scale for the tensor: `"a few percent"`, `"a third"`, or `"all of it"`, as in int8? (A number may be
+# 448 / 2^-6 = 28,672 times smaller than the largest one and still have all its 3 bits.)
+
+# %% tags=["predict"]
+error_in_e4m3 = "a few percent"
+
+# %% tags=["figure"]
+sizes = [1, 10, 100, 1_000, 10_000, 100_000, 1_000_000]
+errors = {name: [] for name in ("int8", "e4m3", "mxfp8", "nvfp4")}
+for size in sizes:
+    x = lab.with_outlier(size)
+    ordinary = x.abs() < x.abs().max()
+    for name, values in errors.items():
+        cast = lab.OPTIONS[name].cast
+        values.append(lab.relative_error(x, cast(x), ordinary))
+
+before, with_1000 = errors["e4m3"][0], errors["e4m3"][3]
+print(f"e4m3: {before:.3f} without an outlier, {with_1000:.3f} with one of 1000")
+LOST = {"a few percent": 0.03, "a third": 0.33, "all of it": 1.0}
+distance = {answer: abs(lost - with_1000) for answer, lost in LOST.items()}
+nearest = min(distance, key=distance.get)
+compare("e4m3, 1000", error_in_e4m3, nearest, options=LOST)
+plot.lines(
+    errors, x=sizes, logx=True,
+    xlabel="size of the outlier, as a multiple of the others",
+    ylabel="relative error of the others",
+    title="An outlier ruins int8 early, e4m3 late, and blocks hardly",
+    alt="The error of int8 is 1 when the outlier is a thousand times larger; that of "
+        "e4m3 is 0.03 up to there and rises beyond; that of mxfp8 stays low, that of "
+        "nvfp4 stays at 0.2 and rises to 1 at a million",
+)
+
+# %% [markdown]
+# This is the argument for floating point in 8 bits: it needs no cure for outliers of a thousand. Blocks go further. An
+# outlier spoils only the other numbers of its own block, and that is why formats of 4 bits have blocks. **NVFP4** is
+# one: numbers of 4 bits, for each block of 16 a scale of its own, which is a number of e4m3, and one float32 for the
+# whole tensor, which puts the largest of those scales at the end of their range. (At a million NVFP4 fails as well: the
+# scales of its blocks reach as far as e4m3 does, and those of the other blocks become zero. MXFP8's scales are powers
+# of two, from 2^-127 on.)
+#
+# **Takeaway: in e4m3 an outlier of a thousand costs the other numbers little, one of a hundred thousand more than
+# half.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* Most of the room expects e4m3 to fail at an outlier of 1000, as int8 does.
+
+# %% [markdown] tags=["exercise"]
 # ### Exercise 18.10 · Choose
 #
 # `options` is a dict: the name of a format to an object with `.bits` (for each number, with its part of the scales) and

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "book"
 SOURCE = "book-source"  # beside the book
 GUIDE = "book/guide"  # its pages, in this order
-GUIDE_PAGES = ("where_to_run", "training", "clusters", "failures")
+GUIDE_PAGES = ("where_to_run", "training", "clusters", "ddp", "failures")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 RECAP = re.compile(r"(?ms)^## Recap\n(.*?)(?=^## |\Z)")
 EXTRA = "extra"  # below the sources: what is copied into the book as it is

@@ -20,6 +20,7 @@ PARTS = {
     8: "III Model parallel",
     14: "IV The cluster",
     18: "V Beyond",
+    22: "VI New in 2026",
 }
 
 

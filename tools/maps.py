@@ -45,7 +45,7 @@ def course(lessons: list[course_map.Lesson]) -> Picture:
     bottom = min(y for _, y in places.values())
     total_h = sum(lesson.minutes for lesson in lessons) / 60
     alt = (
-        f"{len(lessons)} lessons in the rows of five parts; an arrow leads from a lesson to each "
+        f"{len(lessons)} lessons in a row for each part; an arrow leads from a lesson to each "
         f"one that needs it; together they take {total_h:.0f} hours"
     )
     picture = canvas(right * MAP_IN + 0.3, (LESSON_HEIGHT - bottom) * MAP_IN + 0.6, alt=alt)

@@ -35,34 +35,31 @@ import nvdlfw_inspect.api as debug_api
 import torch
 import torch.distributed as dist
 from nvdlfw_inspect.config_manager import ConfigManager
-from nvdlfw_inspect.logging import (
-    BaseLogger,
-    MetricLogger,
-    enable_logging_at_current_step,
-    wrap_tensorboard_writer,
-)
+from nvdlfw_inspect.logging import BaseLogger, MetricLogger, wrap_tensorboard_writer
 from torch import nn
 
 from labcode.comm.agreement import on_every_rank
-from labcode.parallel.linear import MatrixProduct
+from labcode.parallel.linear import PLAIN_PRODUCT, MatrixProduct
 from labcode.parallel.model import ParallelModel
 from labcode.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from labcode.precision.debug_config import (
     FEATURES,
-    FOR_FP8,
+    GEMMS,
     NAMESPACE,
     TENSORS,
     Block,
     choose,
+    is_due,
+    not_of_recipe,
     read,
 )
 from labcode.precision.fp8 import Fp8Product, ProductLinear
-from labcode.precision.fp8_debug import GEMMS, CastErrors, DebuggedFp8Product
+from labcode.precision.fp8_debug import Cast, DebuggedFp8Product, recipe_name
 
 FEATURE_DIR = Path(__file__).parent / "features"
 STATISTICS = "nvdlfw_inspect_statistics_logs"
 LINEAR = (ColumnParallelLinear, RowParallelLinear, ProductLinear, nn.Linear)
-LOGS = ("LogTensorStats", "LogFp8TensorStats")  # which look, and change nothing
+LOGS = ("LogTensorStats", "LogFp8TensorStats", "DumpTensors")  # which look, and change nothing
 LOGGERS = ("nvdlfw_inspect", "Default Statistics")
 
 
@@ -207,7 +204,7 @@ class Debugger:
             # nothing else uses this weight: a tied head is never in FP8 as long as it is skipped
             look = partial(self._inspect, name, module, "wgrad")
             self._hooks.append(module.weight.register_hook(look))
-        if isinstance(product, Fp8Product) and any(each in block.features for each in FOR_FP8):
+        if isinstance(product, Fp8Product) and _concerns_products(block):
             debugged = self._debugged(name, module, product, block)
             self._products.append(_Products(module, product, debugged, block))
 
@@ -218,16 +215,19 @@ class Debugger:
         """
         for each in self._products:
             is_used = False
-            for name, settings in each.block.features.items():
-                is_logged = name in LOGS and _logs_in(settings, self._iteration)
-                is_used = is_used or is_logged or name not in LOGS
+            for name in each.block.features:
+                is_used = is_used or name not in LOGS or _is_due(name, each.block, self._iteration)
             each.module.product = each.watched if is_used else each.plain
 
     def _looks_now(self, module: nn.Module, block: Block) -> bool:
         """Whether this is training, and a step in which a feature of the block looks at tensors."""
         if not (torch.is_grad_enabled() and module.training):
             return False
-        return any(_is_due(name, each, self._iteration) for name, each in block.features.items())
+        for name in block.features:
+            looks = name not in FEATURES or name in ("LogTensorStats", "DumpTensors")
+            if looks and _is_due(name, block, self._iteration):
+                return True
+        return False
 
     def _entering(
         self, name: str, tensors: set[str], block: Block, module: Any, args: tuple
@@ -307,33 +307,30 @@ class Debugger:
         self, name: str, module: nn.Module, product: Fp8Product, block: Block
     ) -> DebuggedFp8Product:
         """The products of a layer that computes in FP8, with what its block changes in them."""
-        features = block.features
-        disabled = set(features.get("DisableFP8GEMM", {}).get("gemms", ()))
-        if "DisableFP8Layer" in features:
+        disabled = set()
+        for feature in ("DisableQuantizationGEMM", "FakeQuant"):
+            disabled.update(entry["gemm"] for entry in block.entries(feature))
+        if "DisableQuantizationLayer" in block.features:
             disabled = set(GEMMS)
-        scaled = features.get("PerTensorScaling", {})
-        per_tensor = set()
-        for gemm in scaled.get("gemms", ()):
-            per_tensor.update((gemm, tensor) for tensor in scaled["tensors"])
+        per_tensor = {}
+        for entry in block.entries("PerTensorScaling"):
+            per_tensor[entry["gemm"], entry["tensor"]] = entry.get("margin", 0)
 
-        def on_cast(
-            tensor_name: str, tensor: torch.Tensor, count: Callable[[], CastErrors]
-        ) -> None:
-            if not _logs_in(features["LogFp8TensorStats"], self._iteration):
-                return
+        def on_cast(tensor_name: str, cast: Cast) -> None:
             group, counts = self._group_of(module, tensor_name, at_product=True)
             self._api.inspect_cast(
                 name,
                 tensor_name=tensor_name,
-                errors=count(),
+                cast=cast,
                 iteration=self._iteration,
                 group=group,
                 counts=counts,
             )
 
-        tells = on_cast if "LogFp8TensorStats" in features else None
-        margin = scaled.get("margin", 0)
-        return DebuggedFp8Product(product, disabled, per_tensor, margin, tells)
+        plain = self._modified(name, PLAIN_PRODUCT, None, _modifies(block))
+        is_told = any(feature in block.features for feature in ("LogFp8TensorStats", "DumpTensors"))
+        told = on_cast if is_told else None
+        return DebuggedFp8Product(product, disabled, per_tensor, told, plain)
 
     def _modified(
         self,
@@ -367,15 +364,18 @@ class Debugger:
             x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         ) -> torch.Tensor:
             own_x = change("fprop", "activation", x)
-            return product.forward(own_x, change("fprop", "weight", weight), bias)
+            found = product.forward(own_x, change("fprop", "weight", weight), bias)
+            return change("fprop", "output", found)
 
         def grad_input(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             own_grad = change("dgrad", "gradient", grad)
-            return product.grad_input(own_grad, change("dgrad", "weight", weight))
+            found = product.grad_input(own_grad, change("dgrad", "weight", weight))
+            return change("dgrad", "dgrad", found)
 
         def grad_weight(grad_rows: torch.Tensor, x_rows: torch.Tensor) -> torch.Tensor:
             own_grad = change("wgrad", "gradient", grad_rows)
             found = product.grad_weight(own_grad, change("wgrad", "activation", x_rows))
+            found = change("wgrad", "wgrad", found)
             if look is not None:
                 look(found)
             return found
@@ -465,54 +465,61 @@ def _initialize(
 
 
 def _check_fp8(model: ParallelModel, chosen: Mapping[str, Block], config: Path) -> None:
-    """Check that features for FP8 find layers that compute in it, and FakeQuant others."""
-    layers = _linear_layers(model)
-    in_fp8 = []
-    for name, module in layers.items():
-        if isinstance(getattr(module, "product", None), Fp8Product):
-            in_fp8.append(name)
-    for name, block in chosen.items():
-        if "FakeQuant" in block.features and name in in_fp8:
-            raise ValueError(
-                f"{config}, line {block.line}: FakeQuant of {name}, which computes in FP8 already: "
-                "use --train.dtype bfloat16, or leave it out"
-            )
-        wanted = [feature for feature in FOR_FP8 if feature in block.features]
-        if wanted and not in_fp8:
-            raise ValueError(
-                f"{config}, line {block.line}: {wanted[0]} is for layers that compute in FP8, and "
-                "none does: use --train.dtype fp8"
-            )
+    """Check that features for FP8 find layers that compute in it, by a recipe that they know."""
+    recipe = None
+    for module in _linear_layers(model).values():
+        product = getattr(module, "product", None)
+        if isinstance(product, Fp8Product):
+            recipe = recipe_name(product.scalings["input"].recipe)
+    for block in chosen.values():
+        for feature in block.features:
+            if recipe is None and _needs_fp8(feature, block):
+                raise ValueError(
+                    f"{config}, line {block.line}: {feature} is for layers that compute in FP8, "
+                    "and none does: use --train.dtype fp8"
+                )
+        for entry in block.entries("LogFp8TensorStats"):
+            for stat in entry["stats"]:
+                why = not_of_recipe(stat, recipe) if recipe else None
+                if why:
+                    raise ValueError(
+                        f"{config}, line {block.line}: {stat} in a run of {recipe}: {why}"
+                    )
+
+
+def _needs_fp8(feature: str, block: Block) -> bool:
+    if feature not in FEATURES:
+        return False
+    if feature == "DumpTensors":
+        return any(entry.get("quantized_tensor") for entry in block.entries(feature))
+    return FEATURES[feature].in_fp8
+
+
+def _concerns_products(block: Block) -> bool:
+    """Whether a block looks at what an FP8 layer computes with, or changes it."""
+    return "FakeQuant" in block.features or any(_needs_fp8(name, block) for name in block.features)
 
 
 def _inspected(block: Block) -> set[str]:
     """The tensors that a block's features look at; those of the user's own see all of them."""
     tensors: set[str] = set()
-    for name, settings in block.features.items():
+    for name in block.features:
         if name not in FEATURES:
             tensors.update(TENSORS)
         elif name == "LogTensorStats":
-            tensors.update(settings.get("tensors", ()))
-            tensors.update(entry["tensor"] for entry in settings.get("tensors_struct", ()))
+            tensors.update(entry["tensor"] for entry in block.entries(name))
+        elif name == "DumpTensors":
+            for entry in block.entries(name):
+                if entry.get("high_precision_tensor"):
+                    tensors.add(entry["tensor"])
     return tensors
 
 
-def _is_due(feature: str, settings: Mapping[str, Any], iteration: int) -> bool:
+def _is_due(feature: str, block: Block, iteration: int) -> bool:
     """Whether a feature looks at tensors in a step; those of the user's own decide themselves."""
     if feature not in FEATURES:
         return True
-    return feature == "LogTensorStats" and _logs_in(settings, iteration)
-
-
-def _logs_in(settings: Mapping[str, Any], iteration: int) -> bool:
-    """Whether one of the tensors of a feature is logged in a step."""
-    for entry in settings.get("tensors_struct", [settings]):
-        freq = entry.get("freq", 1)
-        start, end = entry.get("start_step", 0), entry.get("end_step", -1)
-        pairs = entry.get("start_end_list")
-        if enable_logging_at_current_step(iteration, freq, start, end, pairs):
-            return True
-    return False
+    return any(is_due(entry, iteration) for entry in block.entries(feature))
 
 
 def _modifies(block: Block) -> bool:

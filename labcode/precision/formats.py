@@ -19,7 +19,7 @@ Held by: tests/unit/test_formats.py
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -197,12 +197,20 @@ BLOCK_FORMATS = {each.name: each for each in (MXFP8, MXFP8_OCP, MXFP4, NVFP4)}
 SMALLEST_E8M0 = -127
 
 
-def cast_blocks(x: torch.Tensor, to: BlockFormat) -> torch.Tensor:
+def cast_blocks(
+    x: torch.Tensor,
+    to: BlockFormat,
+    *,
+    rounding: Rounding = "nearest",
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
     """x as a block-scaled format holds it: quantised and dequantised.
 
     Args:
         x: [.., n] in float32; n is a multiple of the block.
         to: The block format.
+        rounding: Of the numbers, as in `cast`; the scales are rounded to nearest.
+        generator: As in `cast`.
 
     Returns:
         As x.
@@ -223,9 +231,41 @@ def cast_blocks(x: torch.Tensor, to: BlockFormat) -> torch.Tensor:
     blocks = x.float().unflatten(-1, (-1, to.block))  # [.., n / block, block]
     amax = blocks.abs().amax(-1, keepdim=True)
     factor = _e4m3_scale(amax, to) if to.scale == "e4m3" else _power_of_two_scale(amax, to)
-    elements = _cast_elements(blocks / factor, to.elements)
+    if rounding == "nearest":
+        elements = _cast_elements(blocks / factor, to.elements)
+    else:
+        elements = cast(blocks / factor, to.elements, rounding=rounding, generator=generator)
     # a block whose scale is too small for its format becomes zeros
     return torch.where(factor > 0, elements * factor, torch.zeros_like(blocks)).flatten(-2)
+
+
+def cast_squares(x: torch.Tensor, to: BlockFormat) -> torch.Tensor:
+    """As `cast_blocks`, with a scale for each square of block x block numbers.
+
+    The transpose of the result is the result for the transpose, so that a weight is the same
+    numbers in forward and in backward.
+
+    Args:
+        x: [R, C] in float32, both multiples of the block.
+        to: The block format.
+
+    Raises:
+        ValueError: R or C is not a multiple of the block.
+
+    Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149)
+    Held by: tests/unit/test_formats.py
+    """
+    side = to.block
+    if x.dim() != 2 or x.shape[0] % side or x.shape[1] % side:
+        raise ValueError(
+            f"x has the shape {list(x.shape)}, and squares of {to.name} have {side} x {side} "
+            "numbers: pad both dims to a multiple"
+        )
+    squares = x.unflatten(0, (-1, side)).unflatten(2, (-1, side)).transpose(1, 2)
+    # [R / side, C / side, side, side]
+    in_rows = replace(to, block=side * side)
+    found = cast_blocks(squares.flatten(1), in_rows).view(squares.shape)
+    return found.transpose(1, 2).reshape(x.shape)
 
 
 def _cast_elements(x: torch.Tensor, to: Format) -> torch.Tensor:

@@ -5,31 +5,54 @@
     dW = dy^T x    gemm "wgrad"     gradient, activation
 
 `Fp8Product` keeps 8-bit operands alone for backward. Here the operands are kept as they came, too,
-so that a product may run without FP8 (DisableFP8GEMM), or with a scale from its own tensor on this
-rank alone (PerTensorScaling), and so that what a cast has lost can be counted (LogFp8TensorStats).
-It costs the memory that FP8 saves.
+so that a product may run without FP8 (DisableQuantizationGEMM, and FakeQuant, which then rounds its
+operands by itself), or with a scale from its own tensor on this rank alone (PerTensorScaling), and
+so that what a cast has lost can be counted (LogFp8TensorStats), in the recipe of the run or in
+another one. It costs the memory that FP8 saves.
 
 Held by: tests/unit/test_fp8_debug.py, tests/ranks/test_debug.py
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import astuple, dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from labcode.parallel.linear import computed_or_kept, current_store, narrowed
+from labcode.parallel.linear import (
+    PLAIN_PRODUCT,
+    MatrixProduct,
+    computed_or_kept,
+    current_store,
+    narrowed,
+)
+from labcode.precision.debug_config import BLOCKS, CURRENT, DELAYED
 from labcode.precision.formats import Format, scale_for
-from labcode.precision.fp8 import BlockScaling, Fp8Matrix, Fp8Product, Scaling, product, quantize
+from labcode.precision.fp8 import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Fp8Matrix,
+    Fp8Product,
+    Recipe,
+    Scaling,
+    product,
+    quantize,
+)
 
-GEMMS: tuple[str, ...] = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"activation": "input", "weight": "weight", "gradient": "gradient"}
 
-# told (tensor name, the tensor, what counts the errors of its cast if it is called)
-OnCast = Callable[[str, torch.Tensor, Callable[[], "CastErrors"]], None]
+# told of each cast (tensor name, the cast)
+OnCast = Callable[[str, "Cast"], None]
+
+
+def recipe_name(recipe: Recipe) -> str:
+    """A recipe's name in Transformer Engine's statistics."""
+    if isinstance(recipe, DelayedScaling):
+        return DELAYED
+    return CURRENT if isinstance(recipe, CurrentScaling) else BLOCKS
 
 
 @dataclass(frozen=True)
@@ -77,12 +100,48 @@ class CastErrors:
         return {"scale_inv_min": self.scale_inv_min, "scale_inv_max": self.scale_inv_max}[name]
 
 
+@dataclass(frozen=True)
+class Cast:
+    """An operand before and after its cast.
+
+    Args:
+        before: [R, C], as it was.
+        after: By `scaling`.
+        scaling: What has cast it.
+    """
+
+    before: torch.Tensor
+    after: Fp8Matrix
+    scaling: Scaling
+
+    def errors(self, recipe: str = "", columnwise: bool = False) -> CastErrors:
+        """What the cast has lost, or what that of another recipe would lose.
+
+        Another recipe casts the tensor once more, with a scale of this rank alone. In mxfp8 it is
+        e4m3 for gradients, too, as such a run would have it; Transformer Engine keeps the format of
+        the tensor.
+
+        Args:
+            recipe: Its name in Transformer Engine's statistics; "": that of the run.
+            columnwise: Whether it is the cast for sums along columns.
+        """
+        scaling = self.scaling
+        made = self.after
+        if recipe not in ("", recipe_name(scaling.recipe)):
+            other = CurrentScaling() if recipe == CURRENT else BlockScaling()
+            scaling = Scaling(other, scaling.to, None)
+            made = scaling.cast(self.before, record=False)
+        to = None if isinstance(scaling.recipe, BlockScaling) else scaling.to
+        rows = made.columns if columnwise else made.rows
+        return count_errors(self.before, made._replace(rows=rows), to)
+
+
 def count_errors(x: torch.Tensor, made: Fp8Matrix, to: Format | None) -> CastErrors:
     """What a cast of x has lost.
 
     Args:
         x: [R, C], as it was.
-        made: Its cast.
+        made: Its cast, of which the rows are looked at.
         to: The format; None for block formats, in which nothing is too large.
     """
     limit = math.inf
@@ -105,24 +164,24 @@ class DebuggedFp8Product:
     Args:
         inner: Whose scales and histories are used.
         disabled: Products that run without FP8.
-        per_tensor: {(gemm, tensor)} of operands with a scale of their own.
-        margin: Powers of two that those scales leave free.
+        per_tensor: {(gemm, tensor): powers of two left free} of operands with a scale of their own.
         on_cast: Is told of every cast of a training step; None: nobody.
+        plain: Computes the products without FP8.
     """
 
     def __init__(
         self,
         inner: Fp8Product,
-        disabled: set[str],
-        per_tensor: set[tuple[str, str]],
-        margin: int = 0,
+        disabled: Collection[str],
+        per_tensor: Mapping[tuple[str, str], int],
         on_cast: OnCast | None = None,
+        plain: MatrixProduct = PLAIN_PRODUCT,
     ) -> None:
         self.inner = inner
         self.disabled = disabled
         self.per_tensor = per_tensor
-        self.margin = margin
         self.on_cast = on_cast
+        self.plain = plain
 
     def __call__(
         self, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None
@@ -144,8 +203,7 @@ class DebuggedFp8Product:
         scaling = self.scaling(tensor)
         made = scaling.cast(x, record=record)
         if record and self.on_cast is not None:
-            to = None if isinstance(scaling.recipe, BlockScaling) else scaling.to
-            self.on_cast(tensor, x, partial(count_errors, x, made, to))
+            self.on_cast(tensor, Cast(x.detach(), made, scaling))
         return made
 
     def operand(self, gemm: str, tensor: str, x: torch.Tensor, made: Fp8Matrix) -> Fp8Matrix:
@@ -153,7 +211,7 @@ class DebuggedFp8Product:
         if (gemm, tensor) not in self.per_tensor:
             return made
         to = self.scaling(tensor).to
-        scale = scale_for(x.detach().abs().amax(), to, self.margin)
+        scale = scale_for(x.detach().abs().amax(), to, self.per_tensor[gemm, tensor])
         data = quantize(x.detach(), to, scale)
         return Fp8Matrix(data, data, scale)
 
@@ -182,11 +240,10 @@ class _DebuggedLinear(torch.autograd.Function):
         ctx.debugged = debugged
         ctx.store = store
         if "fprop" in debugged.disabled:
-            y = rows @ weight.T
-        else:
-            a = debugged.operand("fprop", "activation", rows, x8)
-            b = debugged.operand("fprop", "weight", weight, w8)
-            y = product(a.rows, b.rows, a.scale, b.scale).to(x.dtype)
+            return debugged.plain.forward(x, weight, bias)
+        a = debugged.operand("fprop", "activation", rows, x8)
+        b = debugged.operand("fprop", "weight", weight, w8)
+        y = product(a.rows, b.rows, a.scale, b.scale).to(x.dtype)
         y = y.unflatten(0, x.shape[:-1])
         return y if bias is None else y + bias
 
@@ -200,7 +257,7 @@ class _DebuggedLinear(torch.autograd.Function):
 
         def grad_weight() -> torch.Tensor:
             if "wgrad" in debugged.disabled:
-                return rows.T @ x
+                return debugged.plain.grad_weight(rows, x)
             a = debugged.operand("wgrad", "gradient", rows, dy8)
             b = debugged.operand("wgrad", "activation", x, ctx.x8)
             return product(a.columns.T, b.columns.T, a.scale, b.scale).to(dy.dtype)
@@ -208,7 +265,7 @@ class _DebuggedLinear(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             if "dgrad" in debugged.disabled:
-                dx = rows @ weight
+                dx = debugged.plain.grad_input(rows, weight)
             else:
                 a = debugged.operand("dgrad", "gradient", rows, dy8)
                 b = debugged.operand("dgrad", "weight", weight, ctx.w8)

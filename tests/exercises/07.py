@@ -370,62 +370,55 @@ WEIGHTS = Answers(
     },
 )
 
-# ---- 7.6 gradients
+# ---- 7.5 gradients
 
 DIVIDED = "loss = loss / 4"  # patient 3
-LAST_SENDS = """with model.no_sync():
-                for inputs, targets in batches[first : first + 3]:
-                    loss = cross_entropy(model(inputs), targets) / 4
-                    loss.backward()
-            inputs, targets = batches[first + 3]
-            loss = cross_entropy(model(inputs), targets) / 4
-            loss.backward()
-"""
-ALL_SEND = """for inputs, targets in batches[first : first + 4]:
-                loss = cross_entropy(model(inputs), targets) / 4
-                loss.backward()
-"""
-NONE_SENDS = """with model.no_sync():
-                for inputs, targets in batches[first : first + 4]:
-                    loss = cross_entropy(model(inputs), targets) / 4
-                    loss.backward()
-"""
-SWITCHED = """for place in range(first, first + 4):
-                inputs, targets = batches[place]
-                model.require_backward_grad_sync = place == first + 3
-                (cross_entropy(model(inputs), targets) / 4).backward()
-"""
-AS_ONE_BATCH = """inputs = torch.cat([one for one, _ in batches[first : first + 4]])
-            targets = torch.cat([one for _, one in batches[first : first + 4]])
-            cross_entropy(model(inputs), targets).backward()
-"""
 SUMMED = 'losses = cross_entropy(model(inputs), targets, reduction="sum")'
-OVER_ALL = "losses * dist.get_world_size() / 64"
+OVER_ALL = "loss = losses * dist.get_world_size() / num_targets"
+COUNTED = """for _, targets in micro_batches:
+                num_targets += (targets != IGNORED).sum()
+            dist.all_reduce(num_targets)
+"""
+GATHERED = """counts = [None] * dist.get_world_size()
+            own = sum(int((targets != IGNORED).sum()) for _, targets in micro_batches)
+            dist.all_gather_object(counts, own)
+            num_targets = sum(counts)
+"""
+AS_MEANS = """valid = (targets != IGNORED).sum()
+                losses = cross_entropy(model(inputs), targets) * valid
+"""
+OF_THIS_ONE = """num_targets = (targets != IGNORED).sum()
+                dist.all_reduce(num_targets)
+                losses = cross_entropy(model(inputs), targets, reduction="sum") / 2
+"""
+SO_FAR = """num_targets += (targets != IGNORED).sum()
+                total = num_targets.clone()
+                dist.all_reduce(total)
+                losses = cross_entropy(model(inputs), targets, reduction="sum")
+"""
 
 GRADIENTS = Answers(
-    solves=("patient_3", "patient_4", "patient_8"),
+    solves=("patient_3", "patient_8"),
     takes_ranks=False,
     real=True,
     cell=cures,
     right={
-        "switched, and means": changed(
+        "means times their counts": changed(
             f"{DIVIDED} => loss = 0.25 * loss",
-            f"{LAST_SENDS} => {SWITCHED}",
-            f"{SUMMED} => losses = cross_entropy(model(inputs), targets) * count",
+            f"{SUMMED}\n => {AS_MEANS}",
         ),
-        "one large batch": changed(
-            f"{DIVIDED} => loss /= 4",
-            f"{LAST_SENDS} => {AS_ONE_BATCH}",
-            f"{OVER_ALL} => losses / 32",
+        "counts gathered": changed(f"{DIVIDED} => loss /= 4", f"{COUNTED} => {GATHERED}"),
+        "divided by a rank's part": changed(
+            f"{OVER_ALL} => loss = losses / (num_targets / dist.get_world_size())"
         ),
     },
     wrong={
         "3 as it came": (changed(f"{DIVIDED} => pass"), "1/m missing"),
-        "4 as it came": (changed(f"{LAST_SENDS} => {ALL_SEND}"), "no_sync missing"),
         "8 as it came": (
             changed(
+                f"{COUNTED} => pass\n",
                 f"{SUMMED} => losses = cross_entropy(model(inputs), targets)",
-                f"{OVER_ALL} => losses",
+                f"{OVER_ALL} => loss = losses / 2",
             ),
             "mean of means",
         ),
@@ -435,22 +428,48 @@ GRADIENTS = Answers(
             "patient 3, rank 0: it returned",
         ),
         "ranks forgotten": (
-            changed(f"{OVER_ALL} => losses / 64"),
+            changed("losses * dist.get_world_size() => losses"),
             "patient 8, rank 0: it returned",
         ),
-        "by the own count": (
-            changed(f"{OVER_ALL} => losses / count"),
+        "the own count": (
+            changed("dist.all_reduce(num_targets) => pass"),
             "patient 8, rank 0: it returned",
         ),
-        "never sent": (changed(f"{LAST_SENDS} => {NONE_SENDS}"), "patient 4: the doctor says"),
-        "32 and 32": (
-            changed("48 if dist.get_rank() == 0 else 16 => 32", "else 48 => else 32"),
-            "patient 8, rank 0: forward pass 0 got other samples",
+        "the count of the first step": (
+            changed("size() / num_targets => size() / 64"),
+            "patient 8, rank 0: it returned",
+        ),
+        "padding counted too": (
+            changed("(targets != IGNORED).sum() => len(targets)"),
+            "patient 8, rank 0: it returned",
+        ),
+        "a count for each micro-batch": (
+            changed(f"{COUNTED} => pass\n", f"{SUMMED}\n => {OF_THIS_ONE}"),
+            "patient 8, rank 0: it returned",
+        ),
+        "the count so far": (
+            changed(
+                f"{COUNTED} => pass\n",
+                f"{SUMMED}\n => {SO_FAR}",
+                "size() / num_targets => size() / total",
+            ),
+            "patient 8, rank 0: it returned",
+        ),
+        "counted on rank 0 alone": (
+            changed(
+                "dist.all_reduce(num_targets) => "
+                "if dist.get_rank() == 0: dist.all_reduce(num_targets)"
+            ),
+            "patient 8: the doctor says, skipped call",
+        ),
+        "no padding": (
+            changed("data = padded_samples() => data = text_samples(512)"),
+            "patient 8, rank 0: it returned",
         ),
     },
 )
 
-# ---- 7.7 the roll call
+# ---- 7.6 the roll call
 
 
 def waiting_for_all(store, name, rank, num_ranks, limit_s):
@@ -557,19 +576,18 @@ ROLL_CALL = Answers(
     },
 )
 
-# ---- 7.8 trainings that stand still
+# ---- 7.7 trainings that stand still
 
 MEAN = "mean = loss.detach().clone()\n            dist.all_reduce(mean)"
 RANK_0 = "if dist.get_rank() == 0:\n                "
 WAITING = Answers(
-    solves=("patient_11", "patient_14", "patient_15"),
+    solves=("patient_11", "patient_15"),
     takes_ranks=False,
     real=True,
     cell=cures,
     right={
         "in other words": changed(
             "all_reduce(mean) => all_reduce(mean, op=dist.ReduceOp.SUM)",
-            "return self.one(inputs) => return self.one(inputs) + 0 * self.other(inputs)",
             "end = len(data) => end = 512",
         ),
         "by a sampler": changed(
@@ -583,10 +601,6 @@ WAITING = Answers(
                 f"{MEAN} => {RANK_0}mean = loss.detach()\n                dist.all_reduce(mean)"
             ),
             "patient 11: the doctor says, skipped call",
-        ),
-        "14 as it came": (
-            changed("TwoWays(), find_unused_parameters=True => TwoWays()"),
-            "unused parameters",
         ),
         "15 as it came": (
             changed("end = len(data) => end = len(data) - 128 * dist.get_rank()"),
@@ -606,10 +620,6 @@ WAITING = Answers(
                 "            else:\n                dist.barrier()"
             ),
             "calls do not match",
-        ),
-        "a static graph": (
-            changed("find_unused_parameters=True => static_graph=True"),
-            "patient 14",
         ),
         "shuffled": (
             changed("range(dist.get_rank(), end, 2) => DistributedSampler(data)"),
@@ -705,7 +715,7 @@ SHARES = Answers(
     },
 )
 
-# ---- 7.10 the night shift
+# ---- 7.8 five faults in one script
 
 FOURTH = "cross_entropy(model(inputs), targets) / 4"
 UNDIVIDED = "cross_entropy(model(inputs), targets)"
@@ -762,7 +772,70 @@ NIGHT = Answers(
     },
 )
 
-# ---- 7.5 BatchNorm over the samples of all ranks
+# ---- 7.11 homework
+
+LAST_SENDS = """with model.no_sync():
+                for inputs, targets in batches[first : first + 3]:
+                    loss = cross_entropy(model(inputs), targets) / 4
+                    loss.backward()
+            inputs, targets = batches[first + 3]
+            loss = cross_entropy(model(inputs), targets) / 4
+            loss.backward()
+"""
+ALL_SEND = """for inputs, targets in batches[first : first + 4]:
+                loss = cross_entropy(model(inputs), targets) / 4
+                loss.backward()
+"""
+NONE_SENDS = """with model.no_sync():
+                for inputs, targets in batches[first : first + 4]:
+                    loss = cross_entropy(model(inputs), targets) / 4
+                    loss.backward()
+"""
+SWITCHED = """for place in range(first, first + 4):
+                inputs, targets = batches[place]
+                model.require_backward_grad_sync = place == first + 3
+                (cross_entropy(model(inputs), targets) / 4).backward()
+"""
+AS_ONE_BATCH = """inputs = torch.cat([one for one, _ in batches[first : first + 4]])
+            targets = torch.cat([one for _, one in batches[first : first + 4]])
+            cross_entropy(model(inputs), targets).backward()
+"""
+
+HOMEWORK = Answers(
+    solves=("patient_4", "patient_14"),
+    takes_ranks=False,
+    real=True,
+    cell=cures,
+    right={
+        "switched, and both parts used": changed(
+            f"{LAST_SENDS} => {SWITCHED}",
+            "return self.one(inputs) => return self.one(inputs) + 0 * self.other(inputs)",
+        ),
+        "one large batch": changed(f"{LAST_SENDS} => {AS_ONE_BATCH}"),
+    },
+    wrong={
+        "4 as it came": (changed(f"{LAST_SENDS} => {ALL_SEND}"), "no_sync missing"),
+        "14 as it came": (
+            changed("TwoWays(), find_unused_parameters=True => TwoWays()"),
+            "unused parameters",
+        ),
+        "never sent": (changed(f"{LAST_SENDS} => {NONE_SENDS}"), "patient 4: the doctor says"),
+        "a static graph": (
+            changed("find_unused_parameters=True => static_graph=True"),
+            "patient 14",
+        ),
+        "one part only": (
+            changed("if self.step % 2 == 1: => if True:"),
+            "patient 14",
+        ),
+        "the whole batch, not divided": (
+            changed(f"{LAST_SENDS} => {ALL_SEND}", "targets) / 4 => targets)"),
+            "patient 4: the doctor says",
+        ),
+    },
+)
+
+# ---- 7.10 BatchNorm over the samples of all ranks
 
 DIMS = (0, 2)
 Function = torch.autograd.Function
@@ -950,10 +1023,11 @@ ANSWERS = {
     "7.2": CHART,
     "7.3": DATA,
     "7.4": WEIGHTS,
-    "7.5": BATCH_NORM,
-    "7.6": GRADIENTS,
-    "7.7": ROLL_CALL,
-    "7.8": WAITING,
+    "7.5": GRADIENTS,
+    "7.6": ROLL_CALL,
+    "7.7": WAITING,
+    "7.8": NIGHT,
     "7.9": SHARES,
-    "7.10": NIGHT,
+    "7.10": BATCH_NORM,
+    "7.11": HOMEWORK,
 }

@@ -279,6 +279,13 @@ MEND = Answers(
     real=True,
     right={
         "two blocks": TWO_BLOCKS.format("mlp", SCALING) + TWO_BLOCKS.format("attention", SCALING),
+        "each product with its own operands": changed(
+            "tensors: [activation, weight] => gemms_struct:",
+            "      gemms: [fprop, dgrad, wgrad] => "
+            "        - {gemm: fprop, tensors: [activation, weight]}\n"
+            "        - {gemm: dgrad, tensors: [weight]}\n"
+            "        - {gemm: wgrad, tensors: [activation]}",
+        ),
         "layer types, and all three tensors": changed(
             "layer_name_regex_pattern: blocks => layer_types: [qkv, proj, up, down]",
             "weight] => weight, gradient]",
@@ -297,7 +304,7 @@ MEND = Answers(
             changed(
                 "PerTensorScaling => FakeQuant", "wgrad] => wgrad]\n      quant_format: FP8E4M3"
             ),
-            "layers that do not compute in FP8",
+            "out of FP8, and only rounds",
         ),
         "the weight alone": (changed("activation, => "), "the activation of"),
         "the activation alone": (changed(", weight] => ]"), "the weight of"),
@@ -311,7 +318,7 @@ MEND = Answers(
             changed("  transformer_engine:\n => ", "    PerTensor =>   PerTensor"),
             "top level",
         ),
-        "a margin": (changed("wgrad] => wgrad]\n      margin: 18"), "still does not learn"),
+        "a margin": (changed("wgrad] => wgrad]\n      margin: 18"), "still learns less"),
         "a misspelled name": (changed("PerTensor => PerTensors"), "unknown feature"),
         "statistics alone": (
             changed(
@@ -480,7 +487,7 @@ def lost_in(found):
     last = max(step for _, step in found)
     lost = defaultdict(list)
     for (name, step), percent in found.items():
-        match = re.fullmatch(r"(.*)_(\w+?)_fp8_underflows%", name)
+        match = re.fullmatch(r"(.*)_(\w+?)_underflows%", name)
         if match and step == last and percent > 5:
             lost[match[1]].append(match[2])
     return lost

@@ -15,6 +15,9 @@ from answers import MIN_RIGHT, MIN_WRONG, THE_SOLUTION, Changed, answer
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import check
 
+# An answer may use names that PyTorch is about to take away: people know them, and they work.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
 # A file's functions belong to no module that an engine could import, so they travel as code, as
 # those of a notebook do.
 FILES = sorted(Path(__file__).parent.glob("[0-9][0-9].py"))

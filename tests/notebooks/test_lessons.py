@@ -63,7 +63,11 @@ def was_run(source: Path) -> bool:
 
 
 def run_nbval(notebook: Path, folder: Path):
-    """nbval on a copy in `folder`: (exit code, its output, {outcome: number of cells})."""
+    """nbval on a copy in `folder`: (exit code, its output, {outcome: number of cells}).
+
+    A FutureWarning is an error, in the kernel and in all that it starts (ranks, torchrun): PyTorch
+    gives one for each name that it is about to take away.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     copy = shutil.copy(notebook, folder)
     report = folder / "report.xml"
@@ -85,6 +89,7 @@ def run_nbval(notebook: Path, folder: Path):
     if os.environ.get("PYTHONPATH"):
         paths.append(os.environ["PYTHONPATH"])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    env["PYTHONWARNINGS"] = "error::FutureWarning"
     done = subprocess.run(
         command, cwd=folder, env=env, capture_output=True, text=True, timeout=HANG_S, check=False
     )
@@ -225,3 +230,24 @@ def test_a_check_that_does_not_say_right_fails_the_solution(tmp_path, mark, code
     found, output, _ = run_nbval(path, tmp_path / "run")
     assert found == code, output
     assert ("check 0.1 does not say [v]" in output) == (code == 1)
+
+
+OLD_NAME = """\
+import warnings
+from labcode.pool.ranks import Ranks
+
+def calls_an_old_name():
+    warnings.warn("`torch.distributed.old` is deprecated", FutureWarning, stacklevel=1)
+
+"""
+ON_A_RANK = "with Ranks(1) as ranks:\n    ranks.run(calls_an_old_name)"
+
+
+@pytest.mark.parametrize("call", ["calls_an_old_name()", ON_A_RANK], ids=["kernel", "rank"])
+def test_a_name_that_is_about_to_go_fails_the_solution(tmp_path, call):
+    path = tmp_path / "00_try.ipynb"
+    cell = nbformat.v4.new_code_cell(OLD_NAME + call)
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
+    code, output, _ = run_nbval(path, tmp_path / "run")
+    assert code == 1
+    assert "`torch.distributed.old` is deprecated" in output

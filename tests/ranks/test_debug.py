@@ -1,6 +1,7 @@
 """Debug features on layers that ranks share: whose statistics, of what, and in which file."""
 
 import pytest
+import torch
 from faults.forks import train
 
 from labcode import recipes
@@ -170,8 +171,25 @@ def test_without_a_group_each_rank_writes_its_own(ranks2, whole, tmp_path):
     assert together == pytest.approx(whole[name, 0], rel=1e-9)
 
 
+def test_sharded_weights_are_seen_whole_and_their_gradients_before_the_reduce_scatter(
+    ranks2, tmp_path
+):
+    """Under ZeRO-3 each rank logs what it logs under ZeRO-0; no weight is reduced over dp."""
+    found = {}
+    for stage in (0, 3):
+        changes = {"parallel.dp": 2, "parallel.zero_stage": stage}
+        folder = tmp_path / str(stage)
+        folder.mkdir()
+        found[stage] = ranks2.run(logged, changes, YAML, str(folder), [])
+    for (own, _), (sharded, _) in zip(found[0], found[3]):
+        assert compare(sharded, own, ["weight", "wgrad", "activation"]) == 2 * 9 * 3 * len(STATS)
+    (first, _), (second, _) = found[3]
+    assert first["blocks.0.mlp.up_weight_std", 0] == second["blocks.0.mlp.up_weight_std", 0]
+    assert first["blocks.0.mlp.up_wgrad_std", 0] != second["blocks.0.mlp.up_wgrad_std", 0]
+
+
 FP8 = {"model.hidden_size": 64, "train.dtype": "fp8", "fp8.recipe": "current"}
-FP8_STATS = ["underflows%", "overflows%", "scale_inv_min", "scale_inv_max", "mse"]
+FP8_STATS = ["underflows%", "scale_inv_min", "scale_inv_max", "mse", "mxfp8_underflows%"]
 FP8_YAML = f"""
 stats:
   enabled: True
@@ -195,7 +213,7 @@ def test_what_casts_lose_is_counted_over_all_parts(ranks1, ranks2, tmp_path, seq
     assert found.keys() == whole.keys()
     assert len(found) == 2 * 8 * 3 * len(FP8_STATS)
     for (name, step), value in whole.items():
-        if "_weight_fp8" in name:
+        if "_weight_" in name:
             assert found[name, step] == pytest.approx(value, rel=1e-6, abs=1e-12), name
         elif "activation" in name:  # bfloat16 rounds sums of another order to its neighbours
             assert found[name, step] == pytest.approx(value, rel=0.05, abs=0.1), name
@@ -207,7 +225,7 @@ def test_features_for_fp8_need_a_layer_in_fp8(ranks2, tmp_path):
         ranks2.run(logged, changes, FP8_YAML, str(tmp_path), [])
 
 
-def quantized(folder):
+def quantized(folder, in_fp8):
     """Whether a layer of tp with FakeQuant computes with operands of 8 bits, and lets go of it."""
     from pathlib import Path
 
@@ -220,6 +238,7 @@ def quantized(folder):
     from labcode.models.parallelize import parallelize
     from labcode.precision import debug
     from labcode.precision.formats import E4M3, cast, scale_for
+    from labcode.precision.fp8 import DelayedScaling, Fp8
 
     def as_8_bits(x):
         scale = scale_for(x.abs().amax(), E4M3)
@@ -227,7 +246,8 @@ def quantized(folder):
 
     config = recipes.with_changes(recipes.gpt_tiny(), CHANGES | {"model.vocab_size": 17})
     grid = Grid.create(ParallelConfig(tp=2).shape(2))
-    model = parallelize(GPT(config.model), grid, seed=0)
+    fp8 = Fp8(DelayedScaling(), grid.group("tp")) if in_fp8 else None
+    model = parallelize(GPT(config.model), grid, seed=0, fp8=fp8)
     path = Path(folder) / f"fake-{dist.get_rank()}.yaml"
     path.write_text(FAKE)
     layer = model.module.get_submodule("blocks.1.mlp.up")
@@ -246,8 +266,26 @@ def quantized(folder):
     return layer.product is before
 
 
-def test_fake_quantization_changes_operands_and_is_local(ranks2, tmp_path):
-    assert ranks2.run(quantized, str(tmp_path)) == [True, True]
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["float32", "fp8"])
+def test_fake_quantization_changes_operands_and_is_local(ranks2, tmp_path, in_fp8):
+    """In a layer of FP8 the product is one in float32 all the same: FakeQuant turns FP8 off."""
+    assert ranks2.run(quantized, str(tmp_path), in_fp8) == [True, True]
+
+
+def test_tensors_are_dumped_before_and_after_their_cast(ranks2, tmp_path):
+    text = FP8_YAML.replace("LogFp8TensorStats", "DumpTensors")
+    text = text.replace("stats: ['" + "', '".join(FP8_STATS) + "']", "high_precision_tensor: True")
+    text += "      quantized_tensor: True\n      freq: 2\n"
+    ranks2.run(logged, FP8 | {"parallel.tp": 2}, text, str(tmp_path), [])
+    for rank in range(2):
+        (folder,) = tmp_path.rglob(f"tensor_dumps/rank_{rank}")
+        assert [path.name for path in folder.iterdir()] == ["iter_000000"]
+        assert len(list(folder.rglob("*.pt"))) == 8 * 3
+        for tensor in ("activation", "weight", "gradient"):
+            found = torch.load(folder / "iter_000000" / f"blocks_0_mlp_up_{tensor}.pt")
+            before = found["high_precision"].flatten(0, -2).float()
+            after = found["quantized"].float() / found["scale"]
+            assert 0 < (after - before).norm() / before.norm() < 0.1
 
 
 def watched_steps(folder, text):

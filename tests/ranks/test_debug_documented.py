@@ -10,7 +10,7 @@ from faults.forks import train
 from test_debug import CHANGES, FP8, STATS, YAML, compare, logged
 
 from labcode import recipes
-from labcode.precision.fp8_debug import GEMMS
+from labcode.precision.debug_config import GEMMS
 
 ON_2_X_2 = {"parallel.dp": 2, "parallel.tp": 2}
 

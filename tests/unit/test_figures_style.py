@@ -86,6 +86,7 @@ FIGURES = {
     "format_ranges": lambda alt: plot.format_ranges(["float32", "e4m3"], alt=alt),
     "formats": lambda alt: plot.formats({"float16": (5, 10)}, alt=alt),
     "fp8_linear": lambda alt: plot.fp8_linear(alt=alt),
+    "scale_blocks": lambda alt: plot.scale_blocks({"one": (8, 8), "tiles": (1, 4)}, alt=alt),
     "fragments": lambda alt: plot.fragments([[(1, True), (2, False)], [(2, False)]], 3, alt=alt),
     "fusion": lambda alt: plot.fusion(["* 2", "+ 1"], alt=alt),
     "gradient_range": lambda alt: plot.gradient_range(

@@ -19,6 +19,7 @@ from labcode.precision.formats import (
     TF32,
     cast,
     cast_blocks,
+    cast_squares,
     scale_for,
 )
 
@@ -227,3 +228,24 @@ def test_nvfp4_is_torchaos_but_for_numbers_between_two_others():
     assert large.float().mean() > 0.6
     same = torch.isclose(found[large], expected[large], rtol=1e-6, atol=0)
     assert same.float().mean() > 0.999
+
+
+def test_squares_are_the_same_for_a_matrix_and_its_transpose():
+    x = torch.randn(32, 48, generator=torch.Generator().manual_seed(2))
+    found = cast_squares(x, NVFP4)
+    assert torch.equal(cast_squares(x.T.contiguous(), NVFP4).T, found)
+    first = x[:16, :16].reshape(1, 256)  # one square, whose amax decides
+    whole = x.abs().max() / (448 * 6)
+    scale = cast(first.abs().max() / 6 / whole, E4M3) * whole
+    assert torch.allclose(found[:16, :16].reshape(1, 256), cast(first / scale, E2M1) * scale)
+    with pytest.raises(ValueError, match="pad both dims"):
+        cast_squares(x[:, :40], NVFP4)
+
+
+def test_blocks_can_be_rounded_by_chance():
+    x = torch.full((4000, 16), 1.0)
+    x[:, 0] = 24.0  # what is left of 1 to nearest: 0.25 of 6 lies halfway between 0 and 0.5
+    generator = torch.Generator().manual_seed(3)
+    found = cast_blocks(x, NVFP4, rounding="stochastic", generator=generator)[:, 1:]
+    assert set(found.unique().tolist()) == {0.0, 2.0}
+    assert abs(found.mean().item() - 1) < 0.02

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from labcode.precision.debug_config import BLOCKS, CURRENT, DELAYED, GEMMS
 from labcode.precision.formats import E4M3, E5M2, cast, scale_for
 from labcode.precision.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Fp8Product
-from labcode.precision.fp8_debug import GEMMS, CastErrors, DebuggedFp8Product, count_errors
+from labcode.precision.fp8_debug import Cast, CastErrors, DebuggedFp8Product, count_errors
 
 
 def results(multiply):
@@ -26,7 +27,7 @@ def in_fp8(recipe):
 
 
 def debugged(recipe, disabled=(), per_tensor=(), on_cast=None):
-    return DebuggedFp8Product(in_fp8(recipe), set(disabled), set(per_tensor), 0, on_cast)
+    return DebuggedFp8Product(in_fp8(recipe), disabled, dict.fromkeys(per_tensor, 0), on_cast)
 
 
 def plain(x, weight, bias):
@@ -80,8 +81,9 @@ def test_an_operand_with_a_scale_of_its_own_uses_its_own_amax():
 def test_what_a_cast_loses_is_counted():
     told = {}
 
-    def keep(tensor, x, count):
-        errors = count()
+    def keep(tensor, made):
+        x = made.before
+        errors = made.errors()
         to = E5M2 if tensor == "gradient" else E4M3
         scale = scale_for(x.abs().amax(), to)
         after = cast(x * scale, to) / scale
@@ -101,3 +103,31 @@ def test_what_a_cast_loses_is_counted():
     assert (errors.count, errors.underflows, errors.overflows) == (4, 1, 1)
     assert (errors + errors).statistic("mse") == errors.statistic("mse")
     assert CastErrors(*errors.numbers()) + CastErrors() == errors
+
+
+def test_another_recipe_is_asked_what_its_cast_would_lose():
+    """During delayed-scaling training one may track `fp8_current_scaling_underflows%`."""
+    found = {}
+
+    def keep(of_run):
+        def on_cast(tensor, made):
+            for recipe in ("", CURRENT, BLOCKS):
+                found[of_run, tensor, recipe] = made.errors(recipe)
+
+        return on_cast
+
+    results(debugged(DelayedScaling(margin=20), on_cast=keep(DELAYED)))
+    results(debugged(CurrentScaling(), on_cast=keep(CURRENT)))
+    results(debugged(BlockScaling(), on_cast=keep(BLOCKS)))
+    for recipe in (CURRENT, BLOCKS):
+        for tensor in ("activation", "weight"):  # gradients differ: so do their upstream products
+            of_the_run = found[recipe, tensor, ""]
+            assert found[recipe, tensor, recipe] == of_the_run
+            assert found[DELAYED, tensor, recipe].underflows == of_the_run.underflows
+            assert found[DELAYED, tensor, recipe].squares == pytest.approx(of_the_run.squares)
+    x = torch.full((32, 32), 1e-6)
+    x[0] = 1.0  # alone in its blocks along rows, and with 31 small values in those along columns
+    scaling = in_fp8(DelayedScaling()).scalings["input"]
+    made = Cast(x, scaling.cast(x, record=False), scaling)
+    assert made.errors(BLOCKS).statistic("underflows%") == 0
+    assert made.errors(BLOCKS, columnwise=True).statistic("underflows%") == 100 * 31 / 32

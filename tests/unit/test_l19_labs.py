@@ -48,5 +48,5 @@ def test_a_table_has_a_row_for_each_layer_and_a_column_for_each_tensor():
     found = {}
     for row, layer in enumerate(lab.LAYERS):
         for column, tensor in enumerate(lab.TENSORS):
-            found[f"{layer}_{tensor}_fp8_mse", 3] = 10 * row + column
+            found[f"{layer}_{tensor}_mse", 3] = 10 * row + column
     assert lab.table(found, "mse", 3)[5] == [50, 51, 52]

@@ -3,22 +3,26 @@
 The calls are those of Transformer Engine, so that a feature of one's own works in both:
 
     inspect_tensor(config, layer_name, tensor_name=, tensor=, iteration=, group=, counts=)
+    inspect_cast(config, layer_name, tensor_name=, cast=, iteration=, group=, counts=)
     modify_tensor(config, layer_name, gemm=, tensor_name=, tensor=, iteration=) -> tensor
 
 Held by: tests/ranks/test_debug.py
 """
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from nvdlfw_inspect.base import BaseNamespaceAPI
-from nvdlfw_inspect.logging import MetricLogger, enable_logging_at_current_step
+from nvdlfw_inspect.logging import MetricLogger, get_logger
 from nvdlfw_inspect.registry import Registry, api_method
 
+from labcode.precision.debug_config import FP8_STATISTICS, is_due
 from labcode.precision.feature import Feature
 from labcode.precision.formats import E4M3, E5M2, cast, scale_for
-from labcode.precision.fp8_debug import CastErrors
+from labcode.precision.fp8_debug import Cast, CastErrors
 from labcode.precision.moments import Moments, measure
 
 FORMATS = {"FP8E4M3": E4M3, "FP8E5M2": E5M2}
@@ -27,24 +31,14 @@ FORMATS = {"FP8E4M3": E4M3, "FP8E5M2": E5M2}
 class _Statistics(Feature):
     """What is waiting to be written: sums of tensors, by group, layer and tensor."""
 
-    def __init__(self, kind: type[Moments] | type[CastErrors], suffix: str) -> None:
+    def __init__(self, kind: type[Moments] | type[CastErrors]) -> None:
         self._kind = kind
-        self._suffix = suffix  # of the tensor's name in the file
-        # {(group, layer, tensor): (sums so far, names of statistics, iteration)}
-        self._waiting: dict[tuple, tuple[Any, list[str], int]] = {}
+        # {(group, layer, tensor, how): (sums so far, {name in the file: statistic}, iteration)}
+        self._waiting: dict[tuple, tuple[Any, Mapping[str, str], int]] = {}
 
-    def _is_due(self, config: dict, iteration: int) -> bool:
-        freq = config.get("freq", 1)
-        start, end = config.get("start_step", 0), config.get("end_step", -1)
-        pairs = config.get("start_end_list")
-        return enable_logging_at_current_step(iteration, freq, start, end, pairs)
-
-    def _wait(
-        self, group: Any, layer: str, tensor: str, own: Any, config: dict, iteration: int
-    ) -> None:
-        key = (group, layer, tensor)
+    def _wait(self, key: tuple, own: Any, names: Mapping[str, str], iteration: int) -> None:
         before = self._waiting[key][0] if key in self._waiting else self._kind()
-        self._waiting[key] = (before + own, config["stats"], iteration)
+        self._waiting[key] = (before + own, names, iteration)
 
     def flush(self) -> None:
         """End a step: put the parts together and write.
@@ -54,7 +48,7 @@ class _Statistics(Feature):
         """
         waiting, self._waiting = self._waiting, {}
         groups: list[dist.ProcessGroup | None] = []
-        for group, _, _ in waiting:
+        for group, *_ in waiting:
             if group not in groups:
                 groups.append(group)
         # in the order of their first tensors, which is the same on all ranks of a stage
@@ -62,12 +56,12 @@ class _Statistics(Feature):
             entries = {key[1:]: value for key, value in waiting.items() if key[0] is group}
             names = sorted(entries)
             together = _together([entries[name][0] for name in names], group)
-            for (layer, tensor), found in zip(names, together):
-                _, stats, iteration = entries[layer, tensor]
-                for stat in stats:
+            for key, found in zip(names, together):
+                layer, tensor, _ = key
+                _, stats, iteration = entries[key]
+                for name, stat in stats.items():
                     value = found.statistic(stat)
-                    name = f"{layer}_{tensor}{self._suffix}_{stat}"
-                    MetricLogger.log_scalar(name, value, iteration)
+                    MetricLogger.log_scalar(f"{layer}_{tensor}_{name}", value, iteration)
 
 
 @Registry.register_feature(namespace="transformer_engine")
@@ -75,7 +69,7 @@ class LogTensorStats(_Statistics):
     """Statistics of tensors, over all micro-batches of a step and all ranks of a group."""
 
     def __init__(self) -> None:
-        super().__init__(Moments, "")
+        super().__init__(Moments)
 
     @api_method
     def inspect_tensor(
@@ -97,9 +91,10 @@ class LogTensorStats(_Statistics):
             group: The ranks whose parts are put together; None: this rank alone.
             counts: False on a rank that has a copy of what another rank of the group has.
         """
-        if self._is_due(config, iteration):
+        if is_due(config, iteration):
             own = measure(tensor, config["stats"]) if counts else Moments()
-            self._wait(group, layer_name, tensor_name, own, config, iteration)
+            names = {stat: stat for stat in config["stats"]}
+            self._wait((group, layer_name, tensor_name, ""), own, names, iteration)
 
 
 @Registry.register_feature(namespace="transformer_engine")
@@ -107,7 +102,7 @@ class LogFp8TensorStats(_Statistics):
     """What the casts of an FP8 layer lose, over all micro-batches and all ranks of a group."""
 
     def __init__(self) -> None:
-        super().__init__(CastErrors, "_fp8")
+        super().__init__(CastErrors)
 
     @api_method
     def inspect_cast(
@@ -116,25 +111,98 @@ class LogFp8TensorStats(_Statistics):
         layer_name: str,
         *,
         tensor_name: str,
-        errors: CastErrors,
+        cast: Cast,
         iteration: int,
         group: dist.ProcessGroup | None = None,
         counts: bool = True,
         **_: Any,
     ) -> None:
-        """Add one cast to what this step logs; arguments as those of `inspect_tensor`."""
-        if self._is_due(config, iteration):
-            own = errors if counts else CastErrors()
-            self._wait(group, layer_name, tensor_name, own, config, iteration)
+        """Add one cast to what this step logs, once for each recipe that the statistics name.
+
+        Args:
+            cast: Of this rank's part; the others as those of `LogTensorStats`.
+        """
+        if not is_due(config, iteration):
+            return
+        by_recipe: dict[tuple[str, bool], dict[str, str]] = {}
+        for stat in config["stats"]:
+            asked = FP8_STATISTICS[stat]
+            by_recipe.setdefault((asked.recipe, asked.columnwise), {})[stat] = asked.name
+        for how, names in by_recipe.items():
+            own = cast.errors(*how) if counts else CastErrors()
+            self._wait((group, layer_name, tensor_name, how), own, names, iteration)
 
 
 @Registry.register_feature(namespace="transformer_engine")
-class DisableFP8GEMM(Feature):
+class DumpTensors(Feature):
+    """Tensors of a step in files, those of its last micro-batch, of this rank's part.
+
+    LOG_DIR/tensor_dumps/rank_R/iter_NNNNNN/LAYER_TENSOR.pt, dots in names being `_`, is a dict:
+
+        high_precision  the tensor before its cast
+        quantized       its 8-bit numbers; Transformer Engine has an object of its own there
+        scale           which they were multiplied by
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Path, dict[str, torch.Tensor]] = {}
+
+    @api_method
+    def inspect_tensor(
+        self,
+        config: dict,
+        layer_name: str,
+        *,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        iteration: int,
+        **_: Any,
+    ) -> None:
+        """Keep a tensor until the step ends."""
+        if config.get("high_precision_tensor") and is_due(config, iteration):
+            self._keep(layer_name, tensor_name, iteration, {"high_precision": tensor})
+
+    @api_method
+    def inspect_cast(
+        self,
+        config: dict,
+        layer_name: str,
+        *,
+        tensor_name: str,
+        cast: Cast,
+        iteration: int,
+        **_: Any,
+    ) -> None:
+        """Keep its cast until the step ends."""
+        if config.get("quantized_tensor") and is_due(config, iteration):
+            made = {"quantized": cast.after.rows, "scale": cast.after.scale}
+            self._keep(layer_name, tensor_name, iteration, made)
+
+    def _keep(
+        self, layer_name: str, tensor_name: str, iteration: int, made: dict[str, torch.Tensor]
+    ) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        folder = Path(get_logger().root_log_dir) / "tensor_dumps" / f"rank_{rank}"
+        file = f"{layer_name.replace('.', '_')}_{tensor_name}.pt"
+        kept = self._waiting.setdefault(folder / f"iter_{iteration:06d}" / file, {})
+        for name, tensor in made.items():
+            kept[name] = tensor.detach().clone()
+
+    def flush(self) -> None:
+        """End a step: write its files."""
+        waiting, self._waiting = self._waiting, {}
+        for path, tensors in waiting.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(tensors, path)
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class DisableQuantizationGEMM(Feature):
     """Some products of a layer run without FP8; `precision.debug` sees to it."""
 
 
 @Registry.register_feature(namespace="transformer_engine")
-class DisableFP8Layer(Feature):
+class DisableQuantizationLayer(Feature):
     """All products of a layer run without FP8; `precision.debug` sees to it."""
 
 
@@ -145,7 +213,10 @@ class PerTensorScaling(Feature):
 
 @Registry.register_feature(namespace="transformer_engine")
 class FakeQuant(Feature):
-    """An operand of a product, cast to an 8-bit format and back; its scale is this rank's own."""
+    """A tensor of a product, cast to an 8-bit format and back; its scale is this rank's own.
+
+    The product itself runs without FP8, in a layer of FP8 as well: `precision.debug` sees to it.
+    """
 
     @api_method
     def modify_tensor(

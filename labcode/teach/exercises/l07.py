@@ -47,6 +47,56 @@ EXERCISES = {
         ),
     ),
     "7.5": Exercise(
+        check=cured,
+        praise="the gradient of a step is now that of one process with all the targets",
+        hints=(
+            "The loss of one process is a mean over all targets of the step. Which factor does "
+            "each target have here?",
+            "DDP divides the sum of the ranks' gradients by the number of ranks, whatever the loss "
+            "was.",
+            "Patient 8: by which number does one process divide, and who knows it? A rank sees "
+            "the padding of its own samples only.",
+            "When the first micro-batch goes into backward, the number must be known already: "
+            "count the targets of all micro-batches before, and add the counts of all ranks.",
+        ),
+    ),
+    "7.6": Exercise(
+        check=roll_call,
+        praise="nobody waits for ever, and the absent ones are named",
+        hints=(
+            "Each rank leaves a note and then looks for those of the others.",
+            "`store.wait([key], timedelta(seconds=...))` raises RuntimeError when the time is "
+            "over. How much of the time is left for the next rank?",
+            "A wait of no time may miss a note that is there. What asks without waiting?",
+        ),
+    ),
+    "7.7": Exercise(
+        check=cured,
+        praise="all ranks make the same calls, and the loop comes to its end",
+        hints=(
+            "Which ranks come to the line that hangs, and how often each?",
+            "May a collective stand inside an `if` whose answer differs between ranks?",
+            "Patient 15: how many samples does each rank read, and how many batches are these?",
+        ),
+    ),
+    "7.8": Exercise(
+        check=night,
+        praise="all five faults are gone, and the script trains like its healthy twin",
+        hints=(
+            "Take one finding at a time, change one thing, and run the check again.",
+            "Which lines of the healthy scripts above have no counterpart here?",
+            "Two of them are no error in the numbers: what is sent, and what is searched for?",
+        ),
+    ),
+    "7.9": Exercise(
+        check=shares,
+        praise="no other shares make the step shorter",
+        hints=(
+            "The step is as long as the longest rank. Who should get the next sample?",
+            "Give the samples out one by one, each to the rank that would be ready first with it.",
+        ),
+    ),
+    "7.10": Exercise(
         check=batch_norm,
         praise="statistics and gradients of the whole batch, and only a few numbers travel",
         hints=(
@@ -59,51 +109,13 @@ EXERCISES = {
             "afterwards, as for every other weight.",
         ),
     ),
-    "7.6": Exercise(
+    "7.11": Exercise(
         check=cured,
-        praise="the step is now that of one process with all the samples, and sends once",
+        praise="one sends once in a step, and the other finds out what it used",
         hints=(
-            "The loss of one process is a mean over all targets of the step. Which factor does "
-            "each target have here?",
-            "DDP divides the sum of the ranks' gradients by the number of ranks, whatever the loss "
-            "was.",
-            "Only the last backward of a step has to send.",
-        ),
-    ),
-    "7.7": Exercise(
-        check=roll_call,
-        praise="nobody waits for ever, and the absent ones are named",
-        hints=(
-            "Each rank leaves a note and then looks for those of the others.",
-            "`store.wait([key], timedelta(seconds=...))` raises RuntimeError when the time is "
-            "over. How much of the time is left for the next rank?",
-            "A wait of no time may miss a note that is there. What asks without waiting?",
-        ),
-    ),
-    "7.8": Exercise(
-        check=cured,
-        praise="all ranks make the same calls, and the loop comes to its end",
-        hints=(
-            "Which ranks come to the line that hangs, and how often each?",
-            "May a collective stand inside an `if` whose answer differs between ranks?",
+            "Only the last backward of a step has to send. Forward and backward of the others "
+            "stand inside `with model.no_sync():`.",
             "Two parts of a model, and each step uses one. For what does DDP wait?",
-        ),
-    ),
-    "7.9": Exercise(
-        check=shares,
-        praise="no other shares make the step shorter",
-        hints=(
-            "The step is as long as the longest rank. Who should get the next sample?",
-            "Give the samples out one by one, each to the rank that would be ready first with it.",
-        ),
-    ),
-    "7.10": Exercise(
-        check=night,
-        praise="all five faults are gone: you can take the next night shift alone",
-        hints=(
-            "Take one finding at a time, change one thing, and run the check again.",
-            "Which lines of the healthy scripts above have no counterpart here?",
-            "Two of them are no error in the numbers: what is sent, and what is searched for?",
         ),
     ),
 }

@@ -17,7 +17,7 @@ from labcode.teach.check import RETURNED_NONE, Hint, due, is_stub, reason
 from labcode.teach.exercises.expect import refuse
 from labcode.teach.exercises.in_notebook import bounded
 
-# ---- 7.7, on real ranks: they wait in the store itself, by its clock
+# ---- 7.6, on real ranks: they wait in the store itself, by its clock
 
 SHORT_S = 2.5  # that ranks wait for the absent ones
 LONG_S = 20.0  # where nobody is absent, and so nobody waits that long

@@ -70,6 +70,7 @@ def lines(
     wide: str = "",
     beside: bool = False,
     points: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
+    bands: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
 ) -> Picture:
     """Lines with a legend; colour, dash and marker differ, so that no line depends on colour alone.
 
@@ -89,9 +90,13 @@ def lines(
         wide: Label of a line that others may cover: drawn as a wide pale band beneath them.
         beside: The legend stands beside the axes, where many lines leave no room for it.
         points: `{"label": (x, y)}`, places with a circle around them; of a second label diamonds.
+        bands: `{"label": (lower y, upper y)}`, grey areas: what seeds alone change, for instance.
     """
     picture = canvas(6.2, 3.2, alt=alt)
     axes = picture.axes[0]
+    for label, (low, high) in (bands or {}).items():
+        xs, lower = _points(low, x)
+        axes.fill_between(xs, lower, np.asarray(high), color=RULE, alpha=0.35, lw=0, label=label)
     places: set[float] = set()
     drawn = [label for label in series if label != wide]  # the wide line takes no style from these
     for label, values in series.items():
@@ -111,7 +116,7 @@ def lines(
         axes.plot(xs, ys, label=label, ls="none", mec=INK, mew=1.4, **marker)
     if from_zero:
         axes.set_ylim(bottom=0)
-    if len(series) > 1 or reference or upright or points:
+    if len(series) > 1 or reference or upright or points or bands:
         if beside:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
         else:

@@ -1,14 +1,14 @@
 """Drawings of low precision: the ranges of formats, delayed scaling, the products of a layer.
 
-Lesson 18 uses them; `plot.format_ranges`, `plot.delayed_scaling` and `plot.fp8_linear` are the ways
-in.
+Lessons 18 and 22 use them; `plot.format_ranges`, `plot.delayed_scaling`, `plot.fp8_linear` and
+`plot.scale_blocks` are the ways in.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from labcode.teach.figures.style import (
     INK,
@@ -112,6 +112,37 @@ def delayed_scaling(amaxes: Sequence[float], *, history: int, alt: str, title: s
     axes.set_xticks(list(steps))
     axes.grid(False, axis="x")
     axes.legend(loc="upper left")
+    put_headline(picture, title)
+    return picture
+
+
+@figure
+def scale_blocks(
+    blocks: Mapping[str, tuple[int, int]], *, alt: str, title: str = "", side: int = 8
+) -> Picture:
+    """Which numbers of a square matrix share a scale, one matrix for each way to cut it.
+
+    Args:
+        blocks: {label: (rows, columns) of a block}.
+        alt: What the figure shows.
+        title: Above the figure.
+        side: Of the matrix, in numbers.
+    """
+    picture = canvas(2.2 * len(blocks), 2.6, columns=len(blocks), alt=alt)
+    for axes, (label, (rows, columns)) in zip(picture.axes, blocks.items(), strict=True):
+        blank(axes)
+        axes.set(xlim=(-0.3, side + 0.3), ylim=(-1.6, side + 0.3))
+        per_row = side // columns
+        for top in range(0, side, rows):
+            for left in range(0, side, columns):
+                number = (top // rows) * per_row + left // columns
+                shade = PALE if (top // rows + left // columns) % 2 else PALETTE[4]
+                corner = (left + 0.04, side - top - rows + 0.04)
+                size = (columns - 0.08, rows - 0.08)
+                axes.add_patch(Rectangle(corner, *size, facecolor=shade, edgecolor=INK, lw=0.8))
+                middle = (left + columns / 2, side - top - rows / 2)
+                put_text(axes, *middle, f"s{number}", 9, color=ink_on(shade))
+        put_text(axes, side / 2, -0.8, label, 9)
     put_headline(picture, title)
     return picture
 

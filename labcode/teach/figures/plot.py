@@ -37,7 +37,12 @@ from labcode.teach.figures.large_batch import (
 )
 from labcode.teach.figures.layer import around_a_layer, kept
 from labcode.teach.figures.local_updates import LossCurve, loss_against_cost
-from labcode.teach.figures.low_precision import delayed_scaling, format_ranges, fp8_linear
+from labcode.teach.figures.low_precision import (
+    delayed_scaling,
+    format_ranges,
+    fp8_linear,
+    scale_blocks,
+)
 from labcode.teach.figures.messages import rounds
 from labcode.teach.figures.nodes import transports
 from labcode.teach.figures.one_device import formats, fusion, gradient_range, launches
@@ -112,6 +117,7 @@ __all__ = [
     "runs",
     "sample_weights",
     "save_steps",
+    "scale_blocks",
     "scaling",
     "second_attempt",
     "speed_and_price",

@@ -8,14 +8,19 @@ diagnosis away.
 """
 
 import contextlib
+import inspect
+import io
+import itertools
+import math
 import os
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,7 +29,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from labcode import doctor
 from labcode.parallel import batch_norm
@@ -338,16 +343,33 @@ def gaps_with_batch_norm(rank: int) -> tuple[float, float]:
     return apart(model), widest_gap(averages)
 
 
-def loss_with_batch_norm(rank: int, samples: int, synchronised: bool) -> float:
-    """Train a model with BatchNorm; the loss of 512 of its samples in evaluation, in nats.
+def wrapped(module: nn.Module, synced: bool) -> DDP:
+    """`DDP(module, forward_sync_buffers=synced)`, on a PyTorch before 2.13 too.
+
+    There the argument is called `broadcast_buffers` and switches the sending at the start as well;
+    the attribute of that name is read in forward alone.
+    """
+    if "forward_sync_buffers" in inspect.signature(DDP.__init__).parameters:
+        return DDP(module, forward_sync_buffers=synced)
+    model = DDP(module)
+    model.broadcast_buffers = synced
+    return model
+
+
+def loss_with_batch_norm(
+    rank: int, samples: int, synchronised: bool, num_steps: int = 256
+) -> float:
+    """Train a model with BatchNorm; the loss of 512 samples that it has not seen, in nats.
 
     Args:
         rank: This one.
         samples: In a step, on each rank.
         synchronised: The statistics are those of all ranks' samples.
+        num_steps: Of the optimizer, whatever the number of samples.
     """
     torch.manual_seed(0)
-    data = text_samples(2048)
+    inputs, targets = text_samples(2048 + 512).tensors
+    data = TensorDataset(inputs[:2048], targets[:2048])
     layers = small_model()
     layers.insert(3, nn.BatchNorm1d(64))
     world = dist.group.WORLD
@@ -356,16 +378,17 @@ def loss_with_batch_norm(rank: int, samples: int, synchronised: bool) -> float:
     model = DDP(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sampler = DistributedSampler(data)
-    for epoch in range(2):
+    loader = DataLoader(data, batch_size=samples, sampler=sampler)
+    for epoch in range(math.ceil(num_steps / len(loader))):
         sampler.set_epoch(epoch)
-        for inputs, targets in DataLoader(data, batch_size=samples, sampler=sampler):
+        left = num_steps - epoch * len(loader)
+        for own_inputs, own_targets in itertools.islice(loader, left):
             optimizer.zero_grad()
-            cross_entropy(model(inputs), targets).backward()
+            cross_entropy(model(own_inputs), own_targets).backward()
             optimizer.step()
     model.eval()
-    inputs, targets = data[:512]
     with torch.no_grad():
-        return cross_entropy(model(inputs), targets).item()
+        return cross_entropy(model(inputs[2048:]), targets[2048:]).item()
 
 
 def step_and_difference(rank: int, link_s: float) -> tuple[float, float]:
@@ -490,6 +513,15 @@ def _accumulated(rank: int, quiet: bool) -> torch.Tensor:
 def _flat_gradient(model: nn.Module) -> torch.Tensor:
     grads = [param.grad.flatten() for param in model.parameters() if param.grad is not None]
     return torch.cat(grads)
+
+
+def as_saved_from_gpu_0(state: Mapping[str, Any]) -> io.BytesIO:
+    """A file of a state dict as a process would have written it whose tensors are on GPU 0."""
+    file = io.BytesIO()
+    with mock.patch.object(torch.serialization, "location_tag", lambda storage: "cuda:0"):
+        torch.save(state, file)
+    file.seek(0)
+    return file
 
 
 # ---- ranks that are not equally fast

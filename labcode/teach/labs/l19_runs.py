@@ -21,6 +21,8 @@ from labcode import combinations
 from labcode.comm.bootstrap import Place, World
 from labcode.comm.grid import Grid
 from labcode.command import parse
+from labcode.data.text import TextDataset
+from labcode.precision import debug
 from labcode.train import run
 from labcode.train.build import Training, build
 from labcode.train.tasks import make_task
@@ -124,6 +126,31 @@ def train(options: str, out: str, fault: Fault | None = None) -> Trained:
     return Trained(losses, val_loss, said.getvalue(), num_bad)
 
 
+def lines_written(yaml: str, out: str) -> dict[str, int]:
+    """How many lines this rank's file of statistics has at two moments of a step.
+
+    Args:
+        yaml: The file of features.
+        out: Folder for the logs.
+    """
+    config = parse([*SMALL.split(), *GRID.split(), "--train.out", out])
+    size = dist.get_world_size()
+    rank = dist.get_rank()
+    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
+    with contextlib.redirect_stdout(io.StringIO()):
+        grid = Grid.create(combinations.check(config, size))
+        training = build(config, world, grid, make_task(config))
+        chosen = debug.chosen_layers(training.model, Path(yaml))
+        debugger = debug.Debugger(training.model, chosen, Path(out))
+    training.model.forward_backward(training.loader.take(0))
+    found = {"after backward": len(debug.read_statistics(Path(out), rank))}
+    debugger.step()
+    found["after step()"] = len(debug.read_statistics(Path(out), rank))
+    debugger.close()
+    training.close()
+    return found
+
+
 def plant(training: Training, fault: Fault) -> None:
     """Make a product of a layer of this rank wrong.
 
@@ -140,6 +167,13 @@ def plant(training: Training, fault: Fault) -> None:
     module.product = replace(module.product, **{fault.product: wrong})
 
 
+def frequencies_loss() -> float:
+    """The loss in nats of a model that knows how often each character of the text occurs."""
+    task = make_task(parse(SMALL.split()))
+    assert isinstance(task.train, TextDataset)
+    return task.train.unigram_entropy()
+
+
 # ---- what is in the files
 
 
@@ -153,7 +187,7 @@ def table(found: Mapping[tuple[str, int], float], statistic: str, step: int) -> 
     """
     rows = []
     for layer in LAYERS:
-        rows.append([found[f"{layer}_{tensor}_fp8_{statistic}", step] for tensor in TENSORS])
+        rows.append([found[f"{layer}_{tensor}_{statistic}", step] for tensor in TENSORS])
     return rows
 
 

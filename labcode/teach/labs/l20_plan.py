@@ -517,6 +517,13 @@ def errors() -> dict[str, Error]:
     return found
 
 
+def good_picks() -> tuple[int, int]:
+    """(Sweeps in which labcode.perf picks the best layout or loses at most a tenth, all sweeps)."""
+    picks = accuracy.picks(published_runs())
+    good = [pick for pick in picks if pick.regret <= 0.1]
+    return len(good), len(picks)
+
+
 def worst_picks(most: int = 5) -> list[str]:
     """The sweeps in which labcode.perf has picked worst, one line each.
 
@@ -553,12 +560,14 @@ class Zero3Run(NamedTuple):
         measured_s: Of a step.
         predicted_s: By labcode.perf.
         other_s: Measured with tp and a pipeline on as many GPUs.
+        other_predicted_s: By labcode.perf.
         latency_s: Of all rings in a step, if each matrix is gathered by itself, twice.
     """
 
     measured_s: float
     predicted_s: float
     other_s: float
+    other_predicted_s: float
     latency_s: float
 
 
@@ -577,6 +586,7 @@ def zero3_of_2021() -> Zero3Run:
         measured_s=zero3.step_s,
         predicted_s=accuracy.predicted_s(zero3),
         other_s=other.step_s,
+        other_predicted_s=accuracy.predicted_s(other),
         latency_s=zero3.model.num_layers * 2 * matrices * ring_s,
     )
 

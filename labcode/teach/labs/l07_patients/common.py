@@ -12,6 +12,11 @@ from torch.utils.data import TensorDataset
 
 CONTEXT = 8  # characters that a model sees
 NUM_CHARACTERS = 128
+IGNORED = -100  # as a target: `cross_entropy` leaves it out
+PADDED_BATCH = 32
+# Targets that are none of padding, by rank and batch. In each step of two batches the largest has
+# five times as many as the smallest, and no two steps have the same number in all.
+NUM_TARGETS = ((30, 18, 25, 14, 20, 16, 30, 22), (6, 10, 5, 9, 4, 12, 12, 6))
 
 
 def text_samples(num_samples: int) -> TensorDataset:
@@ -21,6 +26,17 @@ def text_samples(num_samples: int) -> TensorDataset:
         text = torch.tensor(list(unpacked.read(num_samples + CONTEXT)))
     windows = text.clamp(max=NUM_CHARACTERS - 1).unfold(0, CONTEXT + 1, 1)
     return TensorDataset(windows[:, :-1], windows[:, -1])
+
+
+def padded_samples() -> TensorDataset:
+    """512 samples for two ranks that take every second one; the end of each batch is padding."""
+    inputs, targets = text_samples(512).tensors
+    targets = targets.clone()
+    for rank, counts in enumerate(NUM_TARGETS):
+        own = targets[rank :: len(NUM_TARGETS)]
+        for batch, count in enumerate(counts):
+            own[batch * PADDED_BATCH + count : (batch + 1) * PADDED_BATCH] = IGNORED
+    return TensorDataset(inputs, targets)
 
 
 def small_model() -> nn.Sequential:

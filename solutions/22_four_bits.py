@@ -1,0 +1,834 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 22 · Short sums, small blocks, four bits
+#
+# Lesson 18 gave each tensor one scale and summed its products in float32. Both are simpler than what large trainings do
+# today. The FP8 units of a Hopper GPU keep about 14 bits of a sum, a few huge numbers spoil the scale of a whole
+# tensor, and Blackwell GPUs multiply numbers of four bits. In this lesson you emulate the short sum and repair it, and
+# you give each tile of a matrix its own scale. Then you write the three ideas with which a model trains in four bits:
+# square blocks for weights, stochastic rounding for gradients, and a rotation that mixes the numbers of a block.
+#
+# ## Goals
+#
+# - say how many bits of a sum are kept, how the error grows with its length, and what stops it;
+# - quantise by tiles of 1 × 128 and squares of 128 × 128, and say which tensor gets which and why;
+# - say what NVFP4 can hold, and which gradients it turns into zeros;
+# - write stochastic rounding, and predict when it is better than rounding to nearest;
+# - write the Hadamard transform, and say in which product it may be used;
+# - judge a training in four bits against what another seed changes.
+#
+# **Time**: 170 minutes. Good places for a break are after sections 2 and 4.
+#
+# **Needs**: lesson 18 (sections 1, 4, 5, 7, 8).
+
+# %%
+import math
+
+import torch
+
+from labcode.lab import Ranks, check, compare, plot
+from labcode.precision import formats
+from labcode.teach.labs import l22_four_bits as lab
+
+ranks = Ranks(2)
+
+# %% [markdown]
+# ## 1. A sum of 14 bits (core, 30 min)
+#
+# A product of matrices is many sums: each number of y = a bᵀ adds up K products. The product of two numbers of e4m3 has
+# at most 8 digits in binary, so it is exact in float32. What matters is what the sum keeps.
+#
+# A tensor core does not add one product after the other. One instruction of a Hopper GPU takes 32 products of FP8 and
+# the sum so far. It shifts all of them until they have the exponent of the **largest** one, as one puts decimal points
+# below each other before adding, and it keeps 13 bits behind the leading one. What hangs over at the right is dropped.
+# This is what DeepSeek-AI (2024, sections 3.3.2 and 3.5.2) report; NVIDIA publishes no such detail. We assume that
+# dropping means towards zero. Blackwell keeps more: users have measured 25 bits (DeepGEMM, issue 176).
+#
+# For example, with 3 bits behind the leading one: the largest of 12, 1.9, -1.9 and 3.5 is 12 = 8 · 1.5, so the last bit
+# that is kept stands for 8 / 2^3 = 1. Each of the terms is cut to whole numbers, towards zero.
+#
+# **Predict.** What is the sum of these four terms, with 3 bits? And if the first one were 20 in place of 12?
+
+# %% tags=["predict"]
+with_12 = 12 + 1 - 1 + 3
+with_20 = 20 + 0 - 0 + 2  # 16 <= 20 < 32: the last bit stands for 2
+
+# %% tags=["nbval-check-output"]
+of_12 = lab.add_aligned(torch.tensor([12, 1.9, -1.9, 3.5]).double(), 3).item()
+of_20 = lab.add_aligned(torch.tensor([20, 1.9, -1.9, 3.5]).double(), 3).item()
+compare("with 12", with_12, of_12, within=1, found="computed")
+compare("with 20", with_20, of_20, within=1, found="computed")
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 22.1 · Cut off where the largest one ends
+#
+# `terms` is a float64 tensor [.., n]. Return its sums over the last dim, [..], where each sum has its own largest term.
+# As in exercise 18.4, `torch.frexp(x)` gives (f, n) with x = f · 2^n and 0.5 ≤ |f| < 1, `torch.ldexp(y, n)` is y · 2^n,
+# and `torch.trunc` cuts off towards zero. Zeros alone have the sum 0. About 4 lines.
+
+# %% tags=["exercise"]
+def add_aligned(terms, fraction_bits):
+    """Sums of terms that are cut off where the largest one of each sum ends."""
+    ### BEGIN SOLUTION
+    largest = terms.abs().amax(-1, keepdim=True)
+    _, n = torch.frexp(largest)
+    unit = torch.ldexp(torch.ones_like(largest), n - 1 - fraction_bits)
+    return (torch.trunc(terms / unit) * unit).sum(-1)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("22.1", add_aligned)
+
+# %% [markdown]
+# Now the whole product. The sum so far takes part in each instruction as the 33rd term. It grows, and so does the unit
+# below which the 32 new products are cut off. If all terms are positive, each cut makes the sum smaller, and these
+# errors do not average out.
+#
+# **Predict.** Take positive numbers, so that the sum grows steadily. From K = 1,024 to K = 4,096, how does the relative
+# error of the product change: "about the same", "twice as large", or "four times as large"?
+
+# %% tags=["predict"]
+growth = "four times as large"
+
+# %%
+def error_of(length, kind="positive", piece=None):
+    """Relative error of a product whose sums have 14 bits."""
+    a, b = lab.numbers(kind, length)
+    truth = a.double() @ b.double().T
+    return lab.relative_distance(lab.short_product(a, b, piece), truth)
+
+GROWTHS = {"about the same": 1, "twice as large": 2, "four times as large": 4}
+factor = error_of(4096) / error_of(1024)
+distance = {words: abs(math.log(factor / size)) for words, size in GROWTHS.items()}
+compare("growth", growth, min(distance, key=distance.get), options=GROWTHS)
+print(f"from 1,024 to 4,096: {factor:.1f} times as large")
+
+# %% [markdown]
+# With a sum of K terms of one size the unit is proportional to K, and each of the K terms loses half a unit on average.
+# That is K · K in all, and the sum itself is proportional to K. So the relative error is proportional to K: four times
+# as large. (It is a little more here. A product of two numbers of e4m3 has eight digits at most, so that a short sum,
+# whose unit is small, finds little to cut off.)
+#
+# The remedy of DeepSeek-V3 is to end the short sum early. After each **piece** of 128 products it is added to a sum in
+# float32, outside of the tensor core, and begins again at zero. (cuBLAS does the like where `use_fast_accum=False` is
+# given to `torch._scaled_mm`; Transformer Engine calls it `use_split_accumulator`.)
+#
+# **Predict.** With pieces of 128, how large is the error at K = 4,096, as a multiple of the error of a sum that is only
+# 128 long?
+
+# %% tags=["predict"]
+in_pieces_by_short = 1
+
+# %%
+ratio = error_of(4096, piece=128) / error_of(128)
+compare("in pieces / 128 long", in_pieces_by_short, ratio, within=1.3)
+
+# %% [markdown]
+# The error of each piece is that of a short sum, and float32 adds nothing that one would see. (A factor of 1.3 is
+# allowed, because the two products have different numbers.)
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 22.2 · The product in pieces
+#
+# `a` is [M, K] and `b` is [N, K], numbers of e4m3 held in float32. Return a bᵀ, [M, N] in float64, as a Hopper GPU
+# computes it:
+#
+# - Go along K in steps of 32. The 32 products of a step and the running sum are 33 terms for
+#   `lab.add_aligned(terms, 13)`, a finished version of yours. Its result is the running sum of the next step.
+# - After each `piece` products (a multiple of 32; None: never) the running sum goes into a total of float64, and begins
+#   again at zero.
+# - K is a multiple of 32, but it need not be one of `piece`.
+#
+# `a[:, None, start:end] * b[None, :, start:end]` are the products, [M, N, 32]. About 12 lines.
+
+# %% tags=["exercise"]
+def short_product(a, b, piece=None):
+    """a bᵀ with running sums of 14 bits, which move to float64 after each piece."""
+    ### BEGIN SOLUTION
+    a, b = a.double(), b.double()
+    total = torch.zeros(len(a), len(b), dtype=torch.float64)
+    running = torch.zeros_like(total)
+    for start in range(0, a.shape[1], 32):
+        end = start + 32
+        products = a[:, None, start:end] * b[None, :, start:end]
+        terms = torch.cat([running[..., None], products], dim=-1)
+        running = lab.add_aligned(terms, 13)
+        if piece is not None and end % piece == 0:
+            total += running
+            running = torch.zeros_like(total)
+    return total + running
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("22.2", short_product)
+
+# %% tags=["figure"]
+lengths = [128, 256, 512, 1024, 2048, 4096]
+curves = {}
+for kind in ("positive", "of both signs"):
+    curves[f"{kind}, one sum"] = [error_of(length, kind) for length in lengths]
+    in_pieces = [error_of(length, kind, piece=128) for length in lengths]
+    curves[f"{kind}, pieces of 128"] = in_pieces
+plot.lines(
+    curves, x=lengths, logx=True, logy=True,
+    xlabel="length of the sum, K", ylabel="relative error of the product",
+    title="A sum of 14 bits, whole and in pieces",
+    alt="Two rising lines for whole sums: for positive numbers from 0.0005 at 128 to "
+        "0.07 at 4,096, for numbers of both signs from 0.0001 to 0.001; two level "
+        "lines for sums in pieces of 128",
+)
+
+# %% [markdown]
+# Numbers of both signs cancel, so that the running sum grows more slowly, and the cuts cancel in part as well.
+# DeepSeek-AI report a largest relative error of nearly 2 % at K = 4,096 for random matrices. Here is the largest error
+# of ours, divided by the mean size of the results, which is not quite the same measure:
+
+# %%
+a, b = lab.numbers("of both signs", 4096)
+truth = a.double() @ b.double().T
+worst = (lab.short_product(a, b) - truth).abs().max() / truth.abs().mean()
+print(f"largest error at K = 4,096: {worst:.1%}")
+
+# %% [markdown]
+# **Takeaway: a tensor core may keep fewer bits of a sum than its result has. The error grows with the length of the
+# sum. Short sums of 128 products, added up in float32, keep it as small as it is for 128 numbers.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* The emulation follows the description in DeepSeek's report, not a data sheet: NVIDIA does not
+# publish how its tensor cores round. People forget to give the running sum to `add_aligned`, and then nothing grows.
+# Ask: why is bfloat16 not concerned? (Its products are summed with more bits: the measured effect is one of FP8 on Ada
+# and Hopper.)
+
+# %% [markdown]
+# ## 2. A scale for each tile (core, 25 min)
+#
+# One scale for a tensor puts its largest number at 448. If that number is massive, the others sink to the lower end of
+# e4m3. So one lets fewer numbers share a scale. DeepSeek-V3 and the recipe `Float8BlockScaling` of Transformer Engine
+# take tiles of 1 × 128 for activations and gradients, and squares of 128 × 128 for weights.
+
+# %% tags=["figure"]
+plot.scale_blocks(
+    {"one scale": (8, 8), "tiles of 1 x 4": (1, 4), "squares of 4 x 4": (4, 4)},
+    title="Which numbers of a matrix share a scale, s",
+    alt="Three matrices of 8 x 8 numbers: one block with the scale s0; sixteen blocks "
+        "of one row and four columns; four blocks of four rows and four columns",
+)
+
+# %% [markdown]
+# The scales are float32. For each tile of 1 × 128 that is 4 more bytes beside 128, and for a square of 128 × 128 it is
+# 4 beside 16,384. All numbers are e4m3 here, those of gradients too: with so many scales the wider e5m2 is not needed.
+#
+# Let us put three massive numbers into a matrix of 256 × 512 ordinary ones: at (3, 100), (70, 100) and (200, 401). They
+# are so large that whatever shares a scale with one of them becomes zero.
+#
+# **Predict.** Which share of all numbers becomes zero with tiles of 1 × 128, and which with squares of 128 × 128? (Give
+# fractions, such as 0.1. A matrix of this size has 8 squares.)
+
+# %% tags=["predict"]
+lost_with_tiles = 3 * 127 / (256 * 512)
+lost_with_squares = 2 / 8  # the first two share a square
+
+# %%
+x = lab.with_massive_numbers(1e7)
+lost = {}
+for name, tile in {"tiles": (1, 128), "squares": (128, 128), "one": (256, 512)}.items():
+    lost[name] = (lab.through_tiles(x, *tile) == 0).float().mean().item()
+compare("with tiles", lost_with_tiles, lost["tiles"], within=1.1, found="counted")
+compare("with squares", lost_with_squares, lost["squares"], within=1.1, found="counted")
+print(f"with one scale {lost['one']:.1%} become zero")
+
+# %% [markdown]
+# Why squares for weights, then, if tiles lose less? A weight goes into two products, and its sums run along different
+# dims: y = x Wᵀ sums along the rows of W, dx = dy W along its columns. A scale can be taken out of a sum only if all
+# numbers of a piece share it. So the first product needs tiles of 1 × 128 of W, and the second needs tiles of 1 × 128
+# of Wᵀ. The next cell asks whether the cast of the transpose is the transpose of the cast.
+#
+# **Predict.** Is it with tiles of 1 × 128? And with squares? Answer True or False.
+
+# %% tags=["predict"]
+tiles_agree = False
+squares_agree = True
+
+# %% tags=["nbval-check-output"]
+generator = torch.Generator().manual_seed(0)
+w = torch.randn(256, 384, generator=generator)
+
+def agrees(rows, columns):
+    """Whether the cast of the transpose is the transpose of the cast."""
+    one = lab.through_tiles(w, rows, columns)
+    other = lab.through_tiles(w.T, rows, columns).T
+    return torch.equal(one, other)
+
+compare("tiles", tiles_agree, agrees(1, 128))
+compare("squares", squares_agree, agrees(128, 128))
+
+# %% [markdown]
+# Cast by tiles, a weight would have two different values, one in forward and one in backward. Cast by squares it has
+# one.
+#
+# Activations and gradients change with every batch, and massive numbers live in them. They get the finer tiles, and
+# they are cast twice: along the features for y and dx, along the tokens for dW.
+#
+# The 128 of a tile is also the 128 of a piece in section 1. When a piece ends, its sum leaves the tensor core anyway,
+# and the two scales of its tiles are multiplied in on the way.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 22.3 · Quantise by tiles
+#
+# `x` is [R, C], and R and C are multiples of `rows` and `columns`. Return the tensor in `torch.float8_e4m3fn`, [R, C],
+# and the scales, [R / rows, C / columns] in float32: 448 / amax of each tile, and 1 for a tile of zeros. `x` stays as it
+# is, and it may be of any float dtype: compute in float32. About 8 lines, no loop.
+
+# %% tags=["exercise"]
+def quantize_tiles(x, rows, columns):
+    """(x · scale in e4m3, the scale of each tile)."""
+    ### BEGIN SOLUTION
+    tiles = x.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    # [R / rows, rows, C / columns, columns]
+    amax = tiles.abs().amax((1, 3), keepdim=True)
+    scale = torch.where(amax > 0, 448 / amax, 1.0)
+    scaled = (tiles * scale).clamp(-448, 448)
+    q = scaled.reshape(x.shape).to(torch.float8_e4m3fn)
+    return q, scale[:, 0, :, 0]
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("22.3", quantize_tiles)
+
+# %% [markdown]
+# **Takeaway: a massive number spoils what shares its scale. Tiles along the sum of a product keep the damage small, and
+# squares give a weight the same values in forward and in backward.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* The scales here are any float32, as in DeepSeek's report. Transformer Engine rounds them down to
+# powers of two unless it is told otherwise, and on Blackwell always. MXFP8 of lesson 18 is the same idea with blocks of
+# 32 in the hardware. Ask: what does a checkpoint or an all-gather of such a weight have to carry? (The scales.)
+
+# %% [markdown]
+# ## 3. Four bits (core, 15 min)
+#
+# A number of four bits has a sign, two bits of exponent and one of fraction: e2m1. Its sizes are
+#
+# $$0,\ 0.5,\ 1,\ 1.5,\ 2,\ 3,\ 4,\ 6$$
+#
+# **NVFP4** gives each 16 of them a scale, which is a number of e4m3. e4m3 itself reaches from 2^-9 to 448 only, so the
+# whole tensor has one float32 scale beside them. Here a number is *divided* by its scale before the cast and multiplied
+# afterwards, as Transformer Engine writes it: the scale of a block is amax / 6, so that its largest number lands near
+# 6. What lands below 0.25 is nearer to 0 than to 0.5. So what is smaller than about amax / 24 becomes zero.
+#
+# For example, a block has the amax 12. Its scale is 12 / 6 = 2: numbers are halved before the cast and doubled after
+# it. 5 becomes 2.5, a tie between 2 and 3, and 2 is even in its last bit; so 5 becomes 4. And 0.4 becomes 0.2, which is
+# nearer to 0 than to 0.5.
+#
+# In lesson 18 the gradient of the logits showed what a format loses, and it does so here. A token's gradient is p for
+# each wrong character and p - 1 for the right one, so that its sum is 0: what is pushed up is taken from the others.
+# Take 57 characters with p = 1/57 each. They are four blocks of 16, of which the last is filled up with zeros, and the
+# right character lies in the first.
+#
+# **Predict.** What is the sum of this gradient after the cast to NVFP4?
+
+# %% tags=["predict"]
+sum_after_cast = -15 / 57  # 1/57 is below 56/57 / 24: the fifteen beside it are lost
+
+# %% tags=["nbval-check-output"]
+gradient = torch.full((1, 57), 1 / 57)
+gradient[0, 3] -= 1
+cast = lab.to_nvfp4(gradient)
+compare("sum", sum_after_cast, cast.sum().item(), within=1.05, found="computed")
+print(f"numbers that became zero: {(cast == 0).sum().item()} of 57")
+
+# %% [markdown]
+# This is worse than noise. In this token the right character is pushed up, and fifteen others are not pushed down for
+# it. The next token does the like with other characters, and the error has the same sign each time. A random error
+# averages out over many tokens, and this one adds up. An error that stays in the mean is called a **bias**.
+#
+# The blocks of this cast run along the characters, as the product dx = dy W needs them. For dW = dyᵀ x they run along
+# the tokens: a block is what sixteen tokens say about one character. Where it is the right character of one of them,
+# the small pushes down of the other fifteen are lost. In lesson 18, section 8, blocks by the standard of MXFP8 did the
+# same on a smaller scale.
+#
+# **Takeaway: in a block of NVFP4 what is less than 1/24 of the largest number becomes zero. Where small numbers have one
+# sign, that is a bias, and more tokens do not cure it.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* The last bit of e2m1 is its fraction: 0, 1, 2 and 4 have it 0; 0.5, 1.5, 3 and 6 have it 1. Ask:
+# how many bits does a number of NVFP4 take? (4 + 8/16 = 4.5, and one float32 for the tensor.)
+
+# %% [markdown]
+# ## 4. Rounding by chance (core, 30 min)
+#
+# **Stochastic rounding** takes one of the two neighbours by chance, and the nearer one more often. With a below and b
+# above:
+#
+# $$P(b) = \frac{x - a}{b - a}, \qquad \text{so that the mean is} \quad a\,(1 - P) + b\,P = x$$
+#
+# For example, 2.25 lies between 2 and 3. It becomes 3 with probability 1/4. The mean of many casts is 2.25, and rounding
+# to nearest would always say 2.
+#
+# It has a price. A single cast may take the neighbour that is farther away. Let the two neighbours be 1 apart, and let
+# d be the distance of x from the lower one. Then the square of the error is d (1 - d) on average by chance. To nearest
+# it is the square of d or of 1 - d, whichever is smaller.
+#
+# **Predict.** How many times larger is the root mean square error of one cast by chance, compared with one to nearest?
+# (1, 1.4, or 2.)
+
+# %% tags=["predict"]
+by_chance_over_nearest = 1.4  # mean of d(1-d) is 1/6, that of nearest is 1/12
+
+# %%
+x = torch.linspace(2, 4, 20_001)[:-1]
+generator = torch.Generator().manual_seed(4)
+
+def error_of_mean(num_casts, rounding):
+    """Root mean square error of the mean of some casts of each x."""
+    mean = torch.zeros_like(x)
+    for _ in range(num_casts):
+        once = formats.cast(x, formats.E2M1, rounding=rounding, generator=generator)
+        mean += once / num_casts
+    return (mean - x).square().mean().sqrt().item()
+
+ratio = error_of_mean(1, "stochastic") / error_of_mean(1, "nearest")
+compare("one cast", by_chance_over_nearest, ratio, within=1.1)
+
+# %% [markdown]
+# So one cast by chance is worse, by √2. Now take the mean of n casts, as a sum over many tokens does. An error by chance
+# shrinks with √n, as every mean of independent errors does, and the error to nearest stays as it is.
+#
+# **Predict.** How many times *smaller* is the error of the mean of 200 casts by chance than that of 200 casts to
+# nearest?
+
+# %% tags=["predict"]
+nearest_over_chance = math.sqrt(200 / 2)
+
+# %%
+ratio = error_of_mean(200, "nearest") / error_of_mean(200, "stochastic")
+compare("mean of 200 casts", nearest_over_chance, ratio, within=1.2)
+
+# %% [markdown]
+# Here is the mean of 200 casts of each x.
+
+# %% tags=["figure"]
+sizes = torch.linspace(0, 6.5, 131)
+means = {}
+for name, rounding in {"to nearest": "nearest", "by chance": "stochastic"}.items():
+    mean = torch.zeros_like(sizes)
+    for _ in range(200):
+        once = formats.cast(sizes, formats.E2M1, rounding=rounding, generator=generator)
+        mean += once / 200
+    means[name] = mean.tolist()
+plot.lines(
+    means, x=sizes.tolist(), marks=False, wide="by chance",
+    xlabel="x", ylabel="mean of 200 casts to e2m1",
+    title="To nearest is a staircase on average too",
+    alt="A staircase with steps at the eight numbers of e2m1, and a wide band along "
+        "the diagonal that bends to level at 6, where both saturate",
+)
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 22.4 · The cast by chance
+#
+# Write the cast to e2m1 for a float32 tensor of any shape. `chance` has the same shape and holds random numbers from 0
+# to 1: use each once, for the number at its place, and draw none yourself. The result is float32. What is larger than 6
+# saturates. The spacing of e2m1 is 0.5 below 2, 1 from 2 to 4, and 2 from 4 on. About 6 lines.
+#
+# The check casts each of its numbers 4,096 times, with chances that are spread evenly. It sees that only the two
+# neighbours come out, and that the mean is right.
+
+# %% tags=["exercise"]
+def to_e2m1(x, chance):
+    """One of the two numbers of e2m1 next to each x, so that the mean is x."""
+    ### BEGIN SOLUTION
+    size = x.abs()
+    spacing = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    steps = size / spacing
+    below = torch.floor(steps)
+    goes_up = chance < steps - below
+    rounded = (below + goes_up) * spacing
+    return torch.copysign(rounded.clamp(max=6.0), x)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("22.4", to_e2m1)
+
+# %% [markdown]
+# The gradient of section 3 again, 1,000 times by chance. Its sum is 0 on average:
+
+# %%
+gradient = torch.full((1, 57), 1 / 57)
+gradient[0, 3] -= 1
+nearest = lab.to_nvfp4(gradient).sum().item()
+generator = torch.Generator().manual_seed(5)
+sums = []
+for _ in range(1000):
+    once = lab.to_nvfp4(gradient, by_chance=True, generator=generator)
+    sums.append(once.sum().item())
+print(f"mean of the sums: {sum(sums) / 1000:+.3f}; to nearest: {nearest:+.3f}")
+
+# %% [markdown]
+# **Takeaway: rounding by chance makes each cast worse by √2 and the mean right. It is for what is summed over many
+# tokens and steps: gradients. Forward wants the smaller error, and rounds to nearest.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* People draw with `torch.rand` inside, or use one chance for the whole tensor: then all errors of
+# a step point the same way. On several ranks the chances must be independent for what is reduced, and equal for what is
+# held twice, or copies drift apart. Ask: where else does stochastic rounding help? (Weights kept in bfloat16 without a
+# float32 copy: updates below half a spacing would be lost for ever.)
+
+# %% [markdown]
+# ## 5. Turning a block (core, 25 min)
+#
+# One large number in a block of 16 sets the scale of fifteen others. The idea against it: before the cast, replace the
+# 16 numbers by 16 mixtures of them, in which the large one is spread over all. The mixture must not change the result
+# of the product.
+#
+# An orthogonal matrix, one with Q Qᵀ = I, is a rotation: it changes no length. We call it a **turn** here. If both operands are turned along the sum, the turns
+# cancel:
+#
+# $$(A\,Q)\,(B\,Q)^T = A\,Q\,Q^T B^T = A\,B^T$$
+#
+# The **Hadamard matrix** is a turn that mixes evenly, since all its entries have the same size. It is made by doubling:
+#
+# $$H_1 = (1), \qquad H_{2n} = \begin{pmatrix} H_n & H_n \\ H_n & -H_n \end{pmatrix}, \qquad Q = H_{16} / \sqrt{16}$$
+#
+# For example, with 4 numbers and H₄ / 2 the row (8, 0, 0, 0) becomes (4, 4, 4, 4): the 8 is spread, and the length is 8
+# before and after.
+#
+# **Predict.** A block of 16 has one number of 24, and the others are 0. How large is the largest number after the turn?
+
+# %% tags=["predict"]
+largest_after_turn = 24 / 4
+
+# %% tags=["nbval-check-output"]
+block = torch.zeros(1, 16)
+block[0, 5] = 24.0
+after = lab.turned(block)
+compare("largest", largest_after_turn, after.abs().max().item(), within=1.001)
+
+# %% [markdown]
+# What if the numbers of a block are all alike, (3, 3, ... 3)? H would put them together into one large number. So each
+# place first gets a sign, + or -, drawn once for the whole training. That is the *random* Hadamard transform, x' = (x ·
+# signs) H / 4. The picture shows an ordinary block with one large number, before and after.
+
+# %% tags=["figure"]
+block = torch.randn(1, 16, generator=torch.Generator().manual_seed(3))
+block[0, 5] = 12.0
+after = lab.turned(block)
+plot.lines(
+    {"before the turn": block[0].tolist(), "after it": after[0].tolist()},
+    x=list(range(16)), xlabel="place in the block", ylabel="number",
+    title="The large number is spread over its block",
+    alt="Before the turn fifteen numbers lie between -2 and 2 and one is 12; after it "
+        "all sixteen lie between about -5 and 5",
+)
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 22.5 · The random Hadamard transform
+#
+# `x` is [.., n], and n is a multiple of 16. `signs` is [16], of 1 and -1. Return (x · signs) H / 4 for each 16
+# neighbours along the last dim, in the shape of x. Make H yourself. About 6 lines.
+
+# %% tags=["exercise"]
+def hadamard(x, signs):
+    """Each 16 neighbours of the last dim, with their signs, turned by H / 4."""
+    ### BEGIN SOLUTION
+    h = torch.ones(1, 1)
+    while len(h) < 16:
+        h = torch.cat([torch.cat([h, h], dim=1), torch.cat([h, -h], dim=1)])
+    blocks = x.unflatten(-1, (-1, 16)) * signs
+    return (blocks @ (h / 4)).flatten(-2)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("22.5", hadamard)
+
+# %% [markdown]
+# Does it help? We compute the weight gradient dW = dyᵀ x in NVFP4, rounded to nearest, with and without the turn, for
+# three pairs of tensors:
+#
+# - **ordinary**: random numbers;
+# - **large numbers**: of these 2 in 100 are 20 times as large;
+# - **the head**: input and gradient of the last layer of a GPT after 80 steps, whose gradient is that of the logits.
+#
+# **Predict.** For which pair does the turn lower the error most: "ordinary", "large numbers" or "the head"?
+
+# %% tags=["predict"]
+helps_most = "the head"
+
+# %%
+def error_of_product(dy, x, turn, by_chance=False):
+    """Relative error of dyᵀ x with both operands in NVFP4."""
+    of_gradient, of_input = (turn(dy.T), turn(x.T))
+    chance = torch.Generator().manual_seed(6)
+    q = lab.to_nvfp4(of_gradient, by_chance=by_chance, generator=chance)
+    return lab.relative_distance(q @ lab.to_nvfp4(of_input).T, dy.T @ x)
+
+generator = torch.Generator().manual_seed(8)
+ordinary = torch.randn(2, 512, 128, generator=generator)
+is_large = torch.rand(2, 512, 128, generator=generator) < 0.02
+pairs = {
+    "ordinary": ordinary,
+    "large numbers": torch.where(is_large, 20 * ordinary, ordinary),
+    "the head": lab.operands_of_the_head(),
+}
+gains = {}
+for name, (dy, x) in pairs.items():
+    plain = error_of_product(dy, x, torch.clone)
+    with_turn = error_of_product(dy, x, lab.turned)
+    gains[name] = plain / with_turn
+    print(f"{name:14} error {plain:.3f}, with the turn {with_turn:.3f}")
+compare("helps most", helps_most, max(gains, key=gains.get), options=tuple(pairs))
+
+# %% [markdown]
+# Large numbers by themselves are no trouble for a floating-point format: each is rounded relative to its own size, and
+# the small ones beside it count for little in the product. There the turn even costs something, since it spreads the
+# error of the large number too. It helps where the small numbers have one sign and are many: in the gradient of the
+# logits, whose loss was a bias. After the turn they are no longer small beside their neighbours.
+#
+# Rounding by chance cures the same ill. Here is the head with it:
+
+# %%
+dy, x = pairs["the head"]
+alone = error_of_product(dy, x, torch.clone, by_chance=True)
+both = error_of_product(dy, x, lab.turned, by_chance=True)
+print(f"the head, by chance: {alone:.3f}, by chance and turned: {both:.3f}")
+
+# %% [markdown]
+# With chance the turn gains nothing more in our small model. In the large one that NVIDIA trained it did, and their
+# recipe has both.
+#
+# In which product may it be used? Both operands must be turned along the sum. For y = x Wᵀ and dx = dy W that would
+# include the weight, whose squares would no longer be the same numbers in both. dW = dyᵀ x sums over the tokens and has
+# no weight in it. So Transformer Engine turns the operands of the weight gradient alone.
+#
+# **Takeaway: a turn of both operands along the sum cancels in the product. Before a cast it mixes each block, so that
+# small numbers are not lost beside a large one. In our three pairs it helped only where that loss was a bias. It is
+# used for the weight gradient alone.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* H with all signs 1 passes on most data; ask for the block (3, ... 3). People divide by 16, the
+# size of the matrix, where it is √16. Ask: why 16 and not the whole row? (The turn should stay within a block of the
+# format, and its cost grows with the size.)
+
+# %% [markdown]
+# ## 6. A training in four bits (core, 35 min)
+#
+# Now all of it in one linear layer. The three products of lesson 18, and what each operand gets:
+#
+# | product | sum over | operands in NVFP4 |
+# |---|---|---|
+# | y = x Wᵀ | features in | x in rows, to nearest; W by squares of 16 × 16, to nearest |
+# | dx = dy W | features out | dy in rows, by chance; the same W |
+# | dW = dyᵀ x | tokens | dyᵀ and xᵀ turned, in rows; dyᵀ by chance, xᵀ to nearest |
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 22.6 · The three products
+#
+# `x` is [T, H], `w` is [F, H], `dy` is [T, F]. Return y, dx and dw by the table.
+#
+# - `quantize(matrix)` returns the matrix as NVFP4 holds it, with its blocks along its **rows**, rounded to nearest.
+#   `quantize(matrix, by_chance=True)` rounds by chance, `quantize(matrix, square=True)` has a scale for each 16 × 16.
+# - `turn(matrix)` is the random Hadamard transform along the rows.
+# - The products themselves are plain `@`. Quantise the weight once.
+#
+# About 6 lines.
+
+# %% tags=["exercise"]
+def products(x, w, dy, quantize, turn):
+    """(y, dx, dw) of a linear layer, with all operands in four bits."""
+    ### BEGIN SOLUTION
+    weight = quantize(w, square=True)
+    y = quantize(x) @ weight.T
+    dx = quantize(dy, by_chance=True) @ weight
+    of_gradient = quantize(turn(dy.T), by_chance=True)
+    of_input = quantize(turn(x.T))
+    return y, dx, of_gradient @ of_input.T
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("22.6", products)
+
+# %% [markdown]
+# We train the small GPT of lesson 18 for 120 steps. In bfloat16 we do it three times, from different random weights; we
+# call these **starts** 0, 1 and 2. In four bits all linear layers take part, the head as well:
+#
+# - **to nearest**: every cast is rounded to nearest, and nothing is turned;
+# - **gradients by chance**;
+# - **by chance and turned**: the recipe of the table;
+# - **the head in bfloat16**: the recipe, and the last layer left out of it.
+#
+# **Predict.** Which of the four ends farthest above bfloat16 with the same start?
+
+# %% tags=["predict"]
+farthest = "to nearest"
+
+# %%
+from labcode.teach.labs.l18_gpt import smooth
+
+losses = lab.all_trained(ranks)
+
+def end_of(run, seed=0):
+    """The mean loss of the last 40 steps, in nats per character."""
+    return sum(losses[run, seed][-40:]) / 40
+
+gaps = {}
+for run in lab.RUNS:
+    if run != "bfloat16":
+        gaps[run] = end_of(run) - end_of("bfloat16")
+compare("farthest", farthest, max(gaps, key=gaps.get), options=tuple(gaps))
+for run, gap in gaps.items():
+    print(f"{run:22} {gap:+.3f} nats beside bfloat16")
+for seed in (1, 2):
+    gap = end_of("bfloat16", seed) - end_of("bfloat16")
+    print(f"bfloat16, start {seed} {gap:+.3f}")
+
+# %% [markdown]
+# A difference of losses says something only beside what changes by chance alone. The grey band is the distance of
+# the two other starts of bfloat16 from the first, up and down.
+
+# %% tags=["figure"]
+own = losses["bfloat16", 0]
+
+def beside(run, seed):
+    """Loss of a run minus that of bfloat16 from start 0, the mean of 40 steps."""
+    return smooth([a - b for a, b in zip(losses[run, seed], own)], 40)
+
+others = [beside("bfloat16", seed) for seed in (1, 2)]
+band = [max(abs(a), abs(b)) for a, b in zip(*others)]
+plot.lines(
+    {run: beside(run, 0)[40:] for run in gaps},
+    x=list(range(40, lab.STEPS)), marks=False,
+    bands={"bfloat16, other starts": ([-b for b in band[40:]], band[40:])},
+    xlabel="step", ylabel="nats, mean of 40 steps",
+    title="Loss in four bits minus that in bfloat16",
+    beside=True,
+    alt="A grey band around zero; the line of rounding to nearest lies above it for "
+        "most of the run, the three others lie within it",
+)
+
+# %% [markdown]
+# Rounding to nearest leaves the band for the whole run. The other three stay within it or at its edge: from two runs with different
+# starts nobody could tell them from bfloat16. What shows small differences is the comparison from the *same* start, if
+# it comes out alike from another one:
+
+# %%
+for seed in (0, 1):
+    of_bfloat16 = end_of("bfloat16", seed)
+    nearest = end_of("to nearest", seed) - of_bfloat16
+    chance = end_of("gradients by chance", seed) - of_bfloat16
+    print(f"start {seed}: to nearest {nearest:+.3f}, gradients by chance {chance:+.3f}")
+
+# %% [markdown]
+# From both starts rounding by chance takes away most of what rounding to nearest loses. Leaving the head in bfloat16
+# takes away a part of the rest, from the one start that we tried: its gradients are those of section 3. Once there is
+# chance, the turn changes little here, as section 5 has measured.
+#
+# This is a training of a minute on a model of 100,000 weights. NVIDIA (2025) trained one of 12 billion on 10 trillion
+# tokens with this recipe, with some 15 % of the linear layers in bfloat16. They report a loss close to that of FP8, and
+# a worse one if any one part is left out. What a small model forgives, a long training may not.
+#
+# **What stays in higher precision**, in published recipes: embeddings, the head, normalisations, the softmax of
+# attention, routers of experts, the first and last few blocks, and the float32 copy of the weights in the optimizer.
+# All of these are cheap, or their errors go into everything else.
+#
+# **Takeaway: in four bits it matters most that nothing is lost in the mean. Weights get squares, gradients are rounded by
+# chance, the weight gradient is turned, and the head stays out. Judge a recipe from the same start, beside a band of
+# other starts.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* Both gaps come out alike from the two starts, to about a thousandth of a nat. Ask what a longer run would show: the gap of a bias grows as the true gradients
+# become small beside it. People quantise `dy` and transpose afterwards: the blocks then lie along the features, and the
+# scales cannot be taken out of the sum.
+
+# %% [markdown]
+# ## From here to GPUs and SLURM (core, 5 min)
+#
+# labcode trains in FP8 with one scale for each tensor or with the blocks of MXFP8 (`--fp8.recipe`, lesson 18). It does
+# not train with tiles of 128 or with NVFP4: what you have seen here is an emulation. Transformer Engine has both.
+#
+# | here | Transformer Engine 2.20 | needs |
+# |---|---|---|
+# | pieces of 128 | `MMParams(use_split_accumulator=True)`, for recipes with one scale a tensor | Ada, Hopper |
+# | tiles and squares of 128 | `Float8BlockScaling()`; scales are powers of two by default | Hopper; emulated by MXFP8 on Blackwell |
+# | four bits | `NVFP4BlockScaling()` | Blackwell |
+# | without chance, turn or squares | `disable_stochastic_rounding`, `disable_rht`, `disable_2d_quantization` | |
+#
+# By its documentation NVFP4 makes the linear layers of a model with 5 billion parameters 2.03 times as fast as bfloat16
+# on a B300, casts included, and MXFP8 1.44 times. We have not measured either.
+#
+# ## Questions (core, 5 min)
+#
+# **1.** Why does the error of a sum of 14 bits grow with K, while the error that the casts to e4m3 make does not?
+#
+# <details><summary>Answer</summary>
+#
+# The unit below which terms are cut off grows with the running sum. The error of a cast is relative to each number, and
+# so is that of the sum of the casts.
+# </details>
+#
+# **2.** Why may a scale belong to a tile of 1 × 128 but not to single numbers?
+#
+# <details><summary>Answer</summary>
+#
+# It has to be taken out of a sum. Within a piece of the sum all numbers must share it, and a scale for each number would
+# take as many bytes as float32 itself.
+# </details>
+#
+# **3.** Why is an activation rounded to nearest and a gradient by chance?
+#
+# <details><summary>Answer</summary>
+#
+# A gradient is summed over tokens and steps, and there the mean counts. In forward no such sum makes the larger error of
+# a cast by chance good again: one cast to nearest is better by √2.
+# </details>
+#
+# **4.** Somebody turns x and W for y = x Wᵀ, and only W for dx = dy W. What goes wrong?
+#
+# <details><summary>Answer</summary>
+#
+# In dx the turn does not cancel: the sum runs over the features out, and dy was not turned. The gradient is one of
+# another network.
+# </details>
+#
+# **5.** From lesson 18: a scale for each tensor has to be shared over ranks that hold parts of it. What has to be shared
+# with NVFP4?
+#
+# <details><summary>Answer</summary>
+#
+# Only the one float32 of the whole tensor, where parts are gathered in four bits. The scale of a block lies with its
+# block.
+# </details>
+#
+# ## Recap
+#
+# | | |
+# |---|---|
+# | sum of 14 bits | terms are cut off below the end of the largest; relative error grows with K |
+# | piece | 128 products, then on to a sum in float32 |
+# | tile, square | 1 × 128 for activations and gradients, 128 × 128 for weights |
+# | NVFP4 | 0 to 6 in eight sizes; e4m3 scale for 16 numbers, float32 for the tensor; 4.5 bits |
+# | bias | an error that stays in the mean |
+# | stochastic rounding | up with probability (x - a) / (b - a); √2 worse once, right on average |
+# | Hadamard | (x · signs) H / 4 on both operands cancels in the product; for dW |
+# | band of starts | what other random weights alone change |
+#
+# ## Sources
+#
+# - DeepSeek-AI 2024, *DeepSeek-V3 Technical Report*, arXiv:2412.19437, sections 3.3 and 3.5: sums of 14 bits, pieces,
+#   tiles.
+# - NVIDIA 2025, *Pretraining Large Language Models with NVFP4*, arXiv:2509.25149: squares, chance, turn, 12 billion
+#   weights on 10 trillion tokens.
+# - Transformer Engine 2.20.0.dev0, `docs/features/low_precision_training`, August 2026: recipes, layouts, speedups.
+# - Gupta et al. 2015, *Deep Learning with Limited Numerical Precision*, arXiv:1502.02551: stochastic rounding.
+# - DeepGEMM, issue 176: <https://github.com/deepseek-ai/DeepGEMM/issues/176>: bits of a sum on Blackwell.
+# - OCP, *Microscaling Formats (MX) Specification 1.0*, 2023: e2m1.
