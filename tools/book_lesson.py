@@ -110,7 +110,8 @@ def page(
 def _prose(text: str, lesson: Lesson, uses: FirstUses, link_code: Callable[[str], str]) -> str:
     text = NAVIGATION.sub("", text).strip()
     text = text.replace(f'<div style="{decorate.BORDERS}">', '<div class="predict">')
-    text = text.replace("](../images/", "](images/")  # the pages of the book lie beside them
+    # the pages of the book lie beside them
+    text = text.replace("](../images/", "](images/").replace("](../book/guide/", "](")
     text, heading, rest = text.partition("## Sources\n")  # which names papers by their titles
     text = book_text.with_code(uses.link(text), link_code)
     if text.startswith("# "):

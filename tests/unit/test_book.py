@@ -105,7 +105,10 @@ def lesson_page():
     solved = [
         new_markdown_cell(f"{navigation}\n\n# 04 · Title\n\nAn all-reduce.", id="a"),
         new_markdown_cell("*For the instructor.*", id="b", metadata={"tags": ["solution-only"]}),
-        new_markdown_cell("### Exercise 4.1 · Do it\n\n![A map](../images/m.svg)", id="c"),
+        new_markdown_cell(
+            "### Exercise 4.1 · Do it\n\n[A page](../book/guide/ddp.md) ![A map](../images/m.svg)",
+            id="c",
+        ),
         new_code_cell("return 1", id="d", metadata={"tags": ["exercise"]}),
         new_markdown_cell(decorate.boxed("**Predict** it"), id="e"),
         new_code_cell("guess = 7", id="f", metadata={"tags": ["predict"]}),
@@ -153,7 +156,7 @@ def test_a_lesson_shows_what_learners_get_and_folds_what_gives_answers_away():
     assert "For the instructor" not in text and "Map of the course" not in text
     assert "An {term}`all-reduce <all-reduce>`." in text and "On ZeRO" in text
     assert f'<a href="{LESSONS[4].notebook}" download>' in cells[0].source
-    assert cells[1].source.endswith("![A map](images/m.svg)")
+    assert cells[1].source.endswith("[A page](ddp.md) ![A map](images/m.svg)")
     assert "try `x_1` \\* 2" in cells[2].source
     assert "````python\na < b\n````" in cells[9].source
     assert cells[8].outputs == []
