@@ -41,7 +41,8 @@ exec sleep infinity
 _ON = """\
 #!/bin/sh
 # on [--root] HOST COMMAND...: run a command on a host of this cluster, in the folder and with the
-# environment of the caller. It ends when this process ends.
+# environment of the caller, but without that of a job that the caller is in: sbatch and srun would
+# take their options from it. It ends when this process ends.
 # --root: as the owner of the host's network and mounts.
 inner={inner}
 if [ "$1" = --root ]; then inner=""; shift; fi
@@ -53,6 +54,8 @@ if [ -z "$pid" ] || [ "$(readlink "/proc/$pid/ns/net")" != "$network" ]; then
     echo "$host is powered off, or there is no such host in this cluster" >&2
     exit 69
 fi
+in_a_job='s/^((SLURMD?|SBATCH|SRUN|SALLOC|PMI[2X]?)_[A-Za-z0-9_]*)=.*/\\1/p'
+for name in $(env | sed -nE "$in_a_job"); do unset "$name"; done
 export PATH="${{PATH:+$PATH:}}"{path} SLURM_CONF={here}/etc/slurm.conf
 # shellcheck disable=SC2086 # words on purpose
 exec nsenter -t "$pid" {user} --net --uts --mount --ipc --pid \\

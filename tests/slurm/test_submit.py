@@ -166,8 +166,10 @@ def test_an_interrupt_leaves_no_job_behind_unless_it_is_told_to(client, cluster2
     assert client.job(number).state == "CANCELLED"
 
 
-def test_nobody_trains_on_a_login_node_by_mistake(client, cluster2):
-    done = cluster2.exec([*CLI, "submit", "gpt_tiny", *QUICK], check=False)
+def test_nobody_trains_on_a_login_node_by_mistake(client, cluster2, tmp_path_factory):
+    # with another folder for temporary files the cluster is none of `slurm/cluster`
+    elsewhere = ["env", f"TMPDIR={tmp_path_factory.mktemp('elsewhere')}"]
+    done = cluster2.exec([*elsewhere, *CLI, "submit", "gpt_tiny", *QUICK], check=False)
     assert done.returncode == 2 and done.stdout == ""
     way_out = r"name its profile with --site; to run here all the same: --here\n"
     assert re.fullmatch(

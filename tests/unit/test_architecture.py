@@ -33,6 +33,7 @@ READS_ENVIRONMENT = (
     "labcode.doctor.__main__",  # looks for what is wrong in it
     "labcode.fork_server",  # sets those of its children
     "labcode.launch",  # hands its own on to its children
+    "labcode.slurm.run.client",  # takes a job's variables out of it, for the commands of SLURM
     "labcode.slurm.run.local",  # stands in for the shell, which expands the path of the runs
     "labcode.train.__main__",  # says how the threads of OpenMP wait, before torch starts them
     "labcode.teach.labs.l14_stand_in",  # stands in for SLURM, which hands its variables to jobs

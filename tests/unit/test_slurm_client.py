@@ -6,7 +6,13 @@ import pytest
 
 from labcode.slurm.run import client as slurm
 from labcode.slurm.run.answers import parse_jobs, parse_nodes, parse_queue
-from labcode.slurm.run.client import Client, SlurmError, UnknownJob, Unreachable
+from labcode.slurm.run.client import (
+    Client,
+    SlurmError,
+    UnknownJob,
+    Unreachable,
+    outside_a_job,
+)
 from labcode.slurm.run.outcome import exit_text, explain, first_failure
 
 RECORD = """JobId=17 JobName={name}
@@ -130,6 +136,55 @@ def test_an_error_is_one_line_of_the_right_kind(said, kind, message):
     assert (
         type(error.value) is kind and message in str(error.value) and "\n" not in str(error.value)
     )
+
+
+def test_what_a_job_has_set_is_taken_out_and_what_names_the_cluster_stays():
+    of_the_user = {
+        "PATH": "/bin",
+        "SLURM_CONF": "/etc/slurm/slurm.conf",
+        "SLURM_CLUSTERS": "big",
+        "SBATCH_ACCOUNT": "proj",
+        "SBATCHED": "no variable of SLURM",
+        "MASTER_ADDR": "gpu01",
+    }
+    of_the_job = {
+        "SLURM_JOB_ID": "17",
+        "SLURM_MEM_PER_CPU": "500",
+        "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+        "SLURMD_NODENAME": "n1",
+        "SBATCH_MEM_BIND": "local",
+        "SRUN_DEBUG": "3",
+        "SALLOC_PARTITION": "debug",
+        "PMI_RANK": "0",
+        "PMI2_FD": "3",
+        "PMIX_RANK": "0",
+    }
+    assert outside_a_job({**of_the_user, **of_the_job}) == of_the_user
+
+
+@pytest.mark.parametrize(
+    ("line", "left"),
+    [
+        ("#SBATCH --account=mine", None),
+        ("#SBATCH -A mine", None),
+        ("#SBATCH --nodes=2 --account mine", None),
+        ("#SBATCH --array=0-3", "theirs"),
+        ("# SBATCH --account=mine", "theirs"),
+        ("#SBATCH --partition=gpu", "theirs"),
+    ],
+)
+def test_an_account_that_the_script_names_is_not_overruled_by_a_variable(
+    line, left, tmp_path, monkeypatch
+):
+    # of sbatch a variable counts more than a line of the script
+    monkeypatch.setenv("SBATCH_ACCOUNT", "theirs")
+    script = tmp_path / "job.sbatch"
+    script.write_text(f"#!/bin/bash\n{line}\nhostname\n")
+    code = "import os, sys; print(os.environ.get('SBATCH_ACCOUNT', ''), file=sys.stderr); exit(1)"
+    client = Client((sys.executable, "-c", code))
+    with pytest.raises(SlurmError) as error:
+        client.submit(script)
+    assert ("theirs" in str(error.value)) == (left is not None)
 
 
 def test_a_command_that_does_not_answer_is_given_up():

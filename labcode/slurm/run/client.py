@@ -6,9 +6,11 @@ client.job(number).state                     # "PENDING", "RUNNING", "COMPLETED"
 """
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +39,19 @@ _BUSY = (
 _UNKNOWN = ("Invalid job id", "No such job", "does not exist")
 # said by the shell that would run a command on a host of `labcode.minislurm`, when it is gone
 _LEFT = re.compile(r".*: cannot open .*/on: No such file")
+# What a job of SLURM finds set. A program that is in a job, as a notebook on most clusters is, must
+# not hand it down to the job that it submits: sbatch and srun take options from there, above those
+# of the script, and with --export=ALL the new job has them too.
+_OF_A_JOB = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|PMI|PMI2|PMIX)_")
+# which cluster it is and who asks, and how times are printed
+_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
+# what a user sets once for all jobs; it counts where the script says nothing of its own
+_DEFAULTS = {
+    "SBATCH_ACCOUNT": re.compile(r"^#SBATCH\s.*(--account\b|-A\b)", re.MULTILINE),
+    "SBATCH_PARTITION": re.compile(r"^#SBATCH\s.*(--partition\b|-p\b)", re.MULTILINE),
+    "SBATCH_QOS": re.compile(r"^#SBATCH\s.*(--qos\b|-q\b)", re.MULTILINE),
+    "SBATCH_RESERVATION": re.compile(r"^#SBATCH\s.*--reservation\b", re.MULTILINE),
+}
 # SLURM's commands are installed, and nothing says which cluster they are for
 _NO_CLUSTER = (
     "configuration source",
@@ -63,9 +78,21 @@ class UnknownJob(SlurmError):
     """
 
 
+def outside_a_job(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what SLURM has set for the job that this process is in.
+
+    Args:
+        env: The environment variables.
+
+    Held by: tests/unit/test_slurm_client.py, tests/slurm/test_submit_inside_a_job.py
+    """
+    stays = {name for name in env if name in (*_KEPT, *_DEFAULTS) or not _OF_A_JOB.match(name)}
+    return {name: value for name, value in env.items() if name in stays}
+
+
 @dataclass(frozen=True)
 class Client:
-    """The commands of one cluster.
+    """The commands of one cluster, called as from outside any job.
 
     Args:
         prefix: Words before each command, that run it on a head node elsewhere.
@@ -89,21 +116,30 @@ class Client:
         Raises:
             SlurmError: Its controller does not answer.
         """
+        settings = cls._settings()
+        if settings is None:
+            return None
+        return cls(where=f"SLURM cluster {settings.get('ClusterName', '')}".rstrip())
+
+    @classmethod
+    def _settings(cls) -> dict[str, str] | None:
+        """What the cluster of this machine says of itself; None if there is none."""
         if not shutil.which("sbatch"):
             return None
         try:
-            name = re.search(r"ClusterName\s*=\s*(\S+)", cls().call("scontrol", "show", "config"))
+            said = cls().call("scontrol", "show", "config")
         except SlurmError as error:
             if any(text in str(error) for text in _NO_CLUSTER):
                 return None
             raise
-        return cls(where=f"SLURM cluster {name[1] if name else ''}".rstrip())
+        return dict(re.findall(r"^(\w+)\s*=\s*(\S+)", said, re.MULTILINE))
 
     @classmethod
     def find(cls, site_name: str | None = None, cluster_name: str | None = None) -> "Client | None":
         """The cluster to submit to.
 
-        For the site "local" it is the one on this machine, else that of this login node.
+        For the site "local" it is the one on this machine, else that of this login node. A job of
+        the one on this machine finds it too.
 
         Args:
             site_name: Name of the site's profile.
@@ -122,18 +158,42 @@ class Client:
             if own is not None:
                 return own
         cluster = running(cluster_name)
-        return cls.of(cluster) if cluster else None
+        return cls.of(cluster) if cluster else cls._around(cluster_name)
 
-    def call(self, *argv: str) -> str:
+    @classmethod
+    def _around(cls, cluster_name: str | None) -> "Client | None":
+        """The cluster of `labcode.minislurm` on one of whose hosts this process runs.
+
+        It has process numbers of its own there, so that `running` cannot find it.
+        """
+        from labcode.minislurm.place import base
+
+        settings = cls._settings() or {}
+        folder = Path(settings.get("SLURM_CONF", "/")).parents[1:2]
+        if not folder or folder[0].parent != base():
+            return None
+        if cluster_name not in (None, folder[0].name):
+            return None
+        return cls(where=f"SLURM cluster {folder[0].name!r} on this machine")
+
+    def call(self, *argv: str, unset: tuple[str, ...] = ()) -> str:
         """Run one command and return what it printed.
+
+        Args:
+            argv: The command.
+            unset: Variables that it is not to see.
 
         Raises:
             SlurmError: It failed, is not there, or did not end in time.
         """
         program = argv[0]
+        env = outside_a_job(os.environ)
+        for name in unset:
+            env.pop(name, None)
         try:
             done = subprocess.run(
                 [*self.prefix, *argv],
+                env=env,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -158,7 +218,8 @@ class Client:
         Raises:
             SlurmError: It was refused.
         """
-        answer = self.call("sbatch", "--parsable", *options, "--", str(script)).strip()
+        words = ("sbatch", "--parsable", *options, "--", str(script))
+        answer = self.call(*words, unset=_said_by(script)).strip()
         number = re.match(r"\d+", answer.splitlines()[-1] if answer else "")
         if not number:
             raise SlurmError(f"sbatch answered {answer!r} and no job number")
@@ -170,7 +231,8 @@ class Client:
         Raises:
             SlurmError: It would not.
         """
-        self.call("sbatch", "--test-only", *options, "--", str(script))
+        words = ("sbatch", "--test-only", *options, "--", str(script))
+        self.call(*words, unset=_said_by(script))
 
     def jobs(self, number: str) -> list[JobInfo]:
         """What SLURM says of a job; of an array each of its jobs.
@@ -206,6 +268,12 @@ class Client:
         options = [f"--signal={signal}"] if signal else []
         with contextlib.suppress(UnknownJob):
             self.call("scancel", *options, str(number))
+
+
+def _said_by(script: Path) -> tuple[str, ...]:
+    """The variables of sbatch that would overrule what a script says itself."""
+    text = script.read_text(encoding="utf-8", errors="replace")
+    return tuple(name for name, option in _DEFAULTS.items() if option.search(text))
 
 
 def _error(program: str, said: str, code: int) -> SlurmError:
