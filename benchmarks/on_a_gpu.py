@@ -1,22 +1,27 @@
-"""Everything that only a GPU can show, as one script: one file of results that lesson 03 can plot.
+"""Everything that only a GPU can show, in pieces: one file of results that lesson 03 can plot.
 
-    python benchmarks/on_a_gpu.py                        # all parts, about 15 minutes
-    python benchmarks/on_a_gpu.py --parts mfu graphs     # some; the others keep their old results
-    python benchmarks/on_a_gpu.py --small                # tiny shapes, also without a GPU: a trial
+    python benchmarks/on_a_gpu.py --next                  # the first piece without a result
+    python benchmarks/on_a_gpu.py --parts loss fp8        # some; the others keep their old results
+    python benchmarks/on_a_gpu.py --small                 # tiny shapes, also without a GPU: a trial
 
-Each number is of `python -m labcode.train`, as a user would run it: the median over the rows of its
-metrics, without the first ones, in which compilation and warm-up happen. The result is written
-after each part, so that what ends early keeps what it has.
+A piece takes at most eight minutes, and its result is written when it ends: what a lent GPU has
+shown stays, also if the next piece fails. They stand in the order of their worth, and `--next`
+takes the first that has no result on this kind of GPU with this PyTorch.
+
+A training is one of `python -m labcode.train`, as a user would run it: the median over the rows of
+its metrics, without the first ones, in which compilation and warm-up happen.
 """
 
 import argparse
 import datetime
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,12 +30,15 @@ from typing import Any
 import torch
 from side_by_side import write
 
+from labcode.perf import chrome_trace
 from labcode.train import metrics, roofline
 from labcode.train.device_speed import device_speed
 
 HERE = Path(__file__).parent
 RESULT = HERE.parent / "labcode" / "assets" / "on_a_gpu.json"  # lesson 03 shows it
-LIMIT_S = 540  # of one command
+LIMIT_S = 480  # of a piece
+TRACES = HERE / "results" / "traces"
+MOST_BYTES = 3_000_000  # of a trace that is kept
 WARM_ROWS = 4  # of the metrics that are left out
 
 Changes = Mapping[str, object]
@@ -77,10 +85,8 @@ def gpt(layers: int, heads: int, hidden: int, batch: int) -> Changes:
     }
 
 
-MFU = (
-    Run("GPT 124M", "gpt_10m", {**gpt(12, 12, 768, 32), **FAST}, goal=0.45),
-    Run("GPT 1.3B", "gpt_10m", {**gpt(24, 16, 2048, 8), **FAST}, goal=0.55),
-)
+MFU = (Run("GPT 124M", "gpt_10m", {**gpt(12, 12, 768, 32), **FAST}, goal=0.45),)
+MFU_LARGE = (Run("GPT 1.3B", "gpt_10m", {**gpt(24, 16, 2048, 8), **FAST}, goal=0.55),)
 
 # layers as in NERSC's published ladder (lesson 03): 4,050 patches, on the weather of the course
 VIT: Changes = {
@@ -152,6 +158,8 @@ def changed(run: Run, small: bool) -> dict[str, object]:
 def command(run: Run, small: bool, out: Path) -> list[str]:
     """The command line of a training, after the recipe's module."""
     steps = 12 if small else 60
+    if "profile.steps" in run.changes:
+        steps = 6
     timing = {
         "train.steps": steps,
         "train.log_every": 2 if small else 5,
@@ -165,22 +173,32 @@ def command(run: Run, small: bool, out: Path) -> list[str]:
     return words
 
 
-def measure(run: Run, small: bool) -> dict[str, Any]:
-    """Train, and take the medians of what the run says of itself."""
+def measure(run: Run, small: bool, stop_s: float) -> dict[str, Any]:
+    """Train, and take the medians of what the run says of itself; its trace is kept, if it has one.
+
+    Args:
+        run: The training.
+        small: With tiny shapes.
+        stop_s: Of `time.monotonic`, when the piece has to end.
+    """
     with tempfile.TemporaryDirectory(prefix="labcode-gpu-") as folder:
         out = Path(folder) / "run"
         train = [sys.executable, "-m", "labcode.train", *command(run, small, out)]
-        done = subprocess.run(train, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        left_s = max(1.0, stop_s - time.monotonic())
+        done = subprocess.run(train, capture_output=True, text=True, timeout=left_s, check=False)
         if done.returncode:
             lines = (done.stdout + done.stderr).strip().splitlines()
             return {"name": run.name, "failed": lines[-1] if lines else "no word"}
         rows = [row for row in metrics.read(out) if "loss" in row]
+        traces = keep_traces(run, out)
     found: dict[str, Any] = {"name": run.name, "changes": changed(run, small)}
     late = rows[WARM_ROWS:] if len(rows) > WARM_ROWS else rows[-1:]
     for key in ("step_s", "samples_per_s", "tokens_per_s", "flops_per_s", "mfu", "matmul_share"):
         values = [row[key] for row in late if key in row]
         if values:
             found[key] = statistics.median(values)
+    if traces:
+        found["traces"] = traces
     found["memory_bytes"] = rows[-1]["memory_bytes"]
     found["loss"] = rows[-1]["loss"]
     if run.goal is not None:
@@ -188,13 +206,32 @@ def measure(run: Run, small: bool) -> dict[str, Any]:
     return found
 
 
+def keep_traces(run: Run, out: Path) -> list[str]:
+    """Copy what the profiler has recorded to the results; the names of the copies.
+
+    What is larger than MOST_BYTES is told and not kept, nor is a trial's, which is of no GPU.
+    """
+    kept = []
+    for path in sorted((out / chrome_trace.FOLDER).glob("*.json.gz")):
+        size = path.stat().st_size
+        if size > MOST_BYTES or not torch.cuda.is_available():
+            kept.append(f"not kept: {size} bytes")
+            continue
+        TRACES.mkdir(parents=True, exist_ok=True)
+        name = f"{run.recipe}.pt.trace.json.gz"
+        shutil.copyfile(path, TRACES / name)
+        kept.append(name)
+    return kept
+
+
 def measured(runs: Sequence[Run]) -> Callable[[bool], list[dict[str, Any]]]:
     """A part that measures some runs and prints a line for each."""
 
     def part(small: bool) -> list[dict[str, Any]]:
         found = []
+        stop_s = time.monotonic() + LIMIT_S
         for run in runs:
-            row = measure(run, small)
+            row = measure(run, small, stop_s)
             found.append(row)
             print(line(row), flush=True)
         return found
@@ -267,14 +304,43 @@ def other_program(words: Sequence[str]) -> Callable[[bool], dict[str, Any]]:
     return part
 
 
+TRACED = tuple(
+    Run(f"{recipe}, recorded", recipe, {"profile.steps": "3:5", **changes})
+    for recipe, changes in (
+        ("gpt_tiny", {}),
+        ("vit_tiny", {}),
+        ("gpt_10m", {"train.dtype": "bfloat16"}),
+    )
+)
+
+# in the order of their worth
 PARTS: dict[str, Callable[[bool], Any]] = {
-    "roofline": on_the_roof,
     "tests": other_program(["-m", "pytest", "-q", "tests/gpu", "-m", "gpu"]),
+    "loss": other_program([str(HERE / "gpt_loss.py")]),
     "mfu": measured(MFU),
-    "ladder": measured(ladder()),
+    "fp8": other_program([str(HERE / "fp8_by_tokens.py")]),
+    "mfu of 1.3B": measured(MFU_LARGE),
     "graphs": measured(GRAPHS),
+    "traces": measured(TRACED),
+    "roofline": on_the_roof,
+    "ladder": measured(ladder()),
+    "layers in fp8": other_program([str(HERE / "fp8.py")]),
     "peer": other_program([str(HERE / "step.py"), "--device=cuda", "--compile"]),
 }
+
+
+def next_part(record: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """The first piece that has no result on this device with this PyTorch; None if all have one.
+
+    A piece that failed as a whole has none.
+    """
+    for name in PARTS:
+        old = record.get(name)
+        if old is None or "failed" in old["results"]:
+            return name
+        if any(old["on"].get(key) != here.get(key) for key in ("device", "torch")):
+            return name
+    return None
 
 
 def device() -> dict[str, Any]:
@@ -293,6 +359,7 @@ def device() -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--next", action="store_true", help="the first piece without a result")
     parser.add_argument("--small", action="store_true", help="tiny shapes: a trial of the script")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
@@ -300,7 +367,14 @@ def main() -> int:
         print("error: torch sees no CUDA device here: use --small for a trial", file=sys.stderr)
         return 2
     record = json.loads(options.out.read_text()) if options.out.is_file() else {}
-    for name in options.parts:
+    parts = options.parts
+    if options.next:
+        part = next_part(record, device())
+        if part is None:
+            print(f"every piece has a result on this device: {options.out}")
+            return 0
+        parts = [part]
+    for name in parts:
         print(f"{name}:", flush=True)
         try:
             found = PARTS[name](options.small)

@@ -271,6 +271,10 @@ compare("all-to-all, last", last_after_all_to_all, swapped[3], **way)
 # there are ways of training in which a rank needs only its own part of the sum; they use the first half alone, and
 # never need the memory for the rest.
 #
+# `dist.all_gather` and `dist.reduce_scatter` take lists of tensors. Where the parts lie one after the other in a single
+# tensor, as they do in a library, PyTorch 2.13 calls them `all_gather_single` and `reduce_scatter_single`. In older code
+# you will read `all_gather_into_tensor` and `reduce_scatter_tensor`, which still work and warn.
+#
 # A ninth operation carries no data at all. A **barrier** returns when all ranks of the group have called it. We use it
 # below so that all ranks start a measurement together.
 #

@@ -545,9 +545,11 @@ plot.format_ranges(
 #
 # tf32 is not a format for storing. **Tensor cores** are units of a GPU that do one thing only, products of small
 # matrices, many times as fast as its other units. In tf32 they read float32 factors, use 10 bits of their fraction, and
-# add up in float32. Containers of NVIDIA switch it on, so NERSC's baseline has it. PyTorch from PyPI leaves it off for
-# matrix products: `torch.set_float32_matmul_precision("high")` switches it on. On the H100 the large product of section
-# 1 reaches 52 TFLOP/s in float32, 412 in tf32 and 827 in bfloat16.
+# add up in float32. Containers of NVIDIA switch it on, so NERSC's baseline has it. To see what it gains, NERSC took it
+# away from the rung DALI with the environment variable `NVIDIA_TF32_OVERRIDE=0`, which NVIDIA's libraries obey whatever
+# the program says: 10.1 samples/s in place of 13.2. PyTorch from PyPI leaves tf32 off for matrix products:
+# `torch.set_float32_matmul_precision("high")` switches it on. On the H100 the large product of section 1 reaches 52
+# TFLOP/s in float32, 412 in tf32 and 827 in bfloat16.
 #
 # The exponent of float16 has 5 bits, so 32 values. Two of them are reserved, for infinity and for small numbers, and 30
 # are left: e goes from -14 to 15. So the largest number is about 2^16. Below 2^-14 there are still **subnormal**
@@ -1099,6 +1101,10 @@ plot.lines(
 # 1.12 times. NERSC writes of an earlier model of its tutorial that it "does not benefit much", and recommends graphs
 # for models "with more CPU latency issues (e.g. from many small kernel launches)".
 #
+# With several ranks a graph can hold their messages too: NCCL's collectives are recorded like kernels. Launching such a
+# graph is then a collective itself, so every rank of each group has to launch the graph of the same recording. NERSC
+# recommends it for large runs with several groups of ranks, where a late launch on one rank makes the others wait.
+#
 # **Takeaway: launches cost time only when kernels are shorter than launches: small models, small batches, many GPUs for
 # one batch. Then record them once.**
 
@@ -1307,6 +1313,8 @@ print(f"the baseline: {l03_race.steps_to_target(l03_race.BASELINE)} steps")
 #   November 2024, A100 with 40 GB, batch 16): <https://github.com/NERSC/dl-at-scale-training>. The bars are epoch 4 of
 #   each log: baseline, 4 workers, DALI, AMP BF16, fused, JIT. The sizes of the model are those of its
 #   `config/ViT.yaml`.
+# - NVIDIA, NCCL user guide, "Using NCCL with CUDA Graphs":
+#   <https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/cudagraph.html>.
 # - NERSC, *SC22 tutorial*, "Using CUDA Graphs (optional)": <https://github.com/NERSC/sc22-dl-tutorial>.
 # - Nguyen et al. 2021, *Accelerating PyTorch with CUDA Graphs*, table 1:
 #   <https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/>.

@@ -1386,7 +1386,9 @@ ranks.close()
 # <details><summary>Answer</summary>
 #
 # After g all ranks hold the same tensor. With different masks they no longer do, so the copies of everything that
-# follows differ, although every collective is right. There the ranks of tp need the same random numbers.
+# follows differ, although every collective is right. There the ranks of tp need the same random numbers. DTensor counts
+# on it as well: give all ranks of a pipeline stage the same seed. (If they differ, PyTorch 2.13 copies the random state
+# of rank 0, and warns that this is deprecated.)
 # </details>
 #
 # **2.** Why is there no f in front of the row-parallel layer?

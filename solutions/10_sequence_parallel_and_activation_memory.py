@@ -1051,6 +1051,9 @@ check("10.4", SequenceParallelMLP, ranks)
 # On a GPU, `torch.cuda.max_memory_allocated()` counts more than activations: weights, gradients, optimizer state, and
 # buffers that live for a moment. Compare differences, as section 1 did.
 #
+# Transformer Engine's layer is told all this in three arguments, `te.TransformerLayer(..., set_parallel_mode=True,
+# tp_group=..., sequence_parallel=True)`; lesson 18, section 11, has the code, and what it leaves to you.
+#
 # One more thing changes once ranks hold different tokens: randomness. Ranks that hold the **same** activations must
 # drop the same features, or their copies differ. Ranks that hold **parts** need different draws. `parallelize` puts a
 # stream of random numbers of its own around each dropout that works on a part.

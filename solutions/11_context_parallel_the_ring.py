@@ -25,7 +25,7 @@
 # - share out a sequence so that every rank has the same work, under a causal mask and with packed documents;
 # - choose between ring, gather and all-to-all, and between context and tensor parallelism.
 #
-# **Time**: 190 minutes, and 15 more for what is optional. Sections 1 to 3 are the ring forward, 4 and 5 its backward
+# **Time**: 180 minutes, and 25 more for what is optional. Sections 1 to 3 are the ring forward, 4 and 5 its backward
 # and its balance, and the rest compares it with the other ways and with tensor parallelism. Good places for a break are
 # after section 3 and after section 5.
 #
@@ -610,7 +610,7 @@ compare("times as long", times_as_long, more_bytes / more_work, **how)
 # long as for forward alone.**
 
 # %% [markdown]
-# ## 5. Who does the work under a causal mask (core, 25 min)
+# ## 5. Who does the work under a causal mask (core, 20 min)
 #
 # Token 1000 looks at a thousand keys, token 1 at one. So in the contiguous layout the ranks have different work. The
 # picture shows the mask for four ranks, in 8 × 8 tiles: rows are queries, columns are keys, and the labels on the right
@@ -752,19 +752,7 @@ of_fair = contiguous_ms[3] / (sum(zigzag_ms) / 4)
 of_first = contiguous_ms[3] / contiguous_ms[0]
 print(f"rank 3 / fair share: {of_fair:.2f}, and 1.75 by the tiles")
 print(f"rank 3 / rank 0: {of_first:.1f}, and 7 by the tiles")
-
-# %% tags=["figure"]
-by_rank = {}
-for rank in range(4):
-    by_rank[f"rank {rank}"] = {
-        "contiguous": contiguous_ms[rank], "zig-zag": zigzag_ms[rank]
-    }
-plot.bars(
-    by_rank, ylabel="ms computing, 4096 tokens", fmt="{:.0f}",
-    title="Zig-zag gives all ranks the same time",
-    alt="Contiguous, the time grows from rank 0 to rank 3; "
-        "with zig-zag all four ranks compute for about the same time",
-)
+print("zig-zag, ms of each rank:", [round(ms) for ms in zigzag_ms])
 
 # %% [markdown]
 # Zig-zag is even, and contiguous is not, but rank 0 takes longer than a seventh of rank 3. It computes only the causal
@@ -924,7 +912,7 @@ ranks.run(ring_with_dropout)
 # again in backward. (3 (p - 1) in place of 2 (p - 1), still less than the ring. But it holds all keys for a while.)
 
 # %% [markdown]
-# ## 7. Packed documents, and PyTorch's own (core, 15 min)
+# ## 7. Packed documents (core, 5 min)
 #
 # A training sequence of 131072 tokens is rarely one text. Usually documents are **packed**: put one after the other
 # until the sequence is full. And a **document mask** lets a token look at earlier tokens of its own document alone. The
@@ -962,103 +950,10 @@ compare("busiest / fair share", busiest_to_fair, found, within=1.02, found="coun
 # many. Under a document mask that is wrong: what counts is the place of a token **in its document**. There are two
 # remedies. One can deal each document for itself, two chunks of each to every rank. Or one can sort blocks of tokens by
 # their work, and deal them forth and back. The first is the proposal of WLB-LLM (Wang et al. 2025), which takes it
-# where documents are long, since small pieces make kernels slow.
+# where documents are long, since small pieces make kernels slow. PyTorch has both, and section 9 measures what they
+# reach.
 #
-# PyTorch has both, in files whose names begin with an underscore. Such a **load balancer** gives an order of the
-# tokens, which is then cut into p equal parts. Let us measure what each of them reaches. (PTRR stands for
-# processing-time-based round-robin, which is the sorting. It takes FlexAttention's mask, and blocks of 128 tokens.)
-
-# %% tags=["nbval-check-output"]
-from torch.distributed.tensor.experimental import _attention as of_torch
-from torch.nn.attention.flex_attention import create_block_mask
-
-lengths = [2048, 512, 512, 512, 512]
-document = torch.repeat_interleave(torch.tensor(lengths))  # of each token: 0, 0, .. 4
-keys_seen = torch.cat([torch.arange(1, length + 1) for length in lengths])
-
-
-def visible(batch, head, query, key):
-    """FlexAttention asks for each query and key."""
-    return (document[query] == document[key]) & (key <= query)
-
-block_mask = create_block_mask(visible, None, None, 4096, 4096, device="cpu")
-balancers = {
-    "zig-zag": of_torch._HeadTailLoadBalancer(4096, 4, "cpu"),
-    "per document": of_torch._PerDocumentHeadTailLoadBalancer([lengths], 4, "cpu"),
-    "PTRR": of_torch._PTRRLoadBalancer(block_mask, 4),
-}
-print(f"PyTorch {torch.__version__.split('+')[0]}")
-for name, balancer in balancers.items():
-    order = balancer._generate_indices()[0]
-    scores = keys_seen[order].view(4, -1).sum(1)  # of each rank
-    times_fair = (scores.max() / scores.double().mean()).item()
-    print(f"{name:13} the busiest rank computes {times_fair:.2f} times a fair share")
-
-# %% [markdown]
-# Dealing each document for itself should give 1.00, and in this version it does not. The balancer lists the chunks
-# document by document, and the cut into p equal parts then gives the whole long document to ranks 0 and 1. Every number
-# of the model stays right, and only the clock shows it. PyTorch's main branch lists them rank by rank since July 2026
-# (pull request 189902). In exercise 11.5, which is optional, you write it yourself.
-#
-# Attention over such parts is a plan for `parallelize_module`, as in lesson 09, section 5. Its kind `FLEX` gathers K
-# and V and leaves the mask to FlexAttention. `_context_parallel_shard` cuts tensors in the balancer's order. Here it is
-# beside one process, forward alone, since FlexAttention has no backward on a CPU.
-
-# %% tags=["nbval-check-output"]
-import warnings
-
-import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import flex_attention
-
-
-class FlexAttention(torch.nn.Module):
-    def forward(self, q, k, v, block_mask):
-        return flex_attention(q, k, v, block_mask=block_mask)
-
-def pytorchs_own(rank, lengths):
-    """How far its output is from that of one process."""
-    warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-    tokens = torch.arange(sum(lengths))
-    document = torch.repeat_interleave(torch.tensor(lengths))
-    draw = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, 4, len(tokens), 32, generator=draw)
-    sees = (document[:, None] == document) & (tokens <= tokens[:, None])
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=sees)
-
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-    kind = of_torch._ContextParallel.AttentionType.FLEX
-    plan = of_torch._ContextParallel(seq_dim=2, attention_type=kind)
-    attention = parallelize_module(FlexAttention(), mesh, plan)
-    balancer = of_torch._PerDocumentHeadTailLoadBalancer([lengths], 4, "cpu")
-    cut = [q, k, v, expected, tokens]
-    q, k, v, expected, own = of_torch._context_parallel_shard(
-        mesh, cut, [2, 2, 2, 2, 0], balancer
-    )
-    gathered = balancer._generate_indices()[0]  # the order in which keys arrive
-
-    def visible(batch, head, query, key):
-        query = own[query]
-        key = gathered[key]
-        return (document[query] == document[key]) & (key <= query)
-
-    mask = create_block_mask(visible, None, None, len(own), len(tokens), device="cpu")
-    out = attention(q, k, v, mask)
-    return (out - expected).abs().max().item()
-
-off = max(ranks.run(pytorchs_own, [512, 128, 128, 128, 128]))
-print(f"PyTorch's own gives the output of one process to 1e-5: {off < 1e-5}")
-
-# %% [markdown]
-# The other kind, `SDPA`, replaces `F.scaled_dot_product_attention` by a gather, or by a ring after
-# `set_rotate_method("alltoall")`. It knows no document mask, and it has kernels for GPUs alone, so it does not run
-# here. The public `context_parallel` is older: "we will deprecate this API once the new API is widely used", says its
-# source (torch 2.13). torchtitan has moved to the new functions in January 2026 (pull request 2144) and has Ulysses
-# beside them since September (pull request 4450).
-#
-# **Takeaway: with packed documents zig-zag is not balanced. Deal each document for itself, or blocks by their work, and
-# measure what a balancer reaches: a wrong one changes no number but the time.**
+# **Takeaway: with packed documents zig-zag is not balanced. Deal each document for itself, or blocks by their work.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Let the room find rank 3 in the figure: it holds the last chunk of the long document and one of
@@ -1067,11 +962,11 @@ print(f"PyTorch's own gives the output of one process to 1e-5: {off < 1e-5}")
 # nevertheless.)
 
 # %% [markdown]
-# ## 8. A whole GPT, and how to choose (core, 10 min)
+# ## 8. A whole GPT, a ViT, and how to choose (core, 15 min)
 #
 # `parallelize` puts all of it into a model. Here are five steps of training in float64 on four ranks, beside one
-# process. In the last line the sums over cp are forgotten: each rank updates with the terms of its own tokens alone,
-# so the copies of the weights drift apart, while the ring goes on to mix keys and values from all of them.
+# process. The last two lines are mistakes. In one of them the sums over cp are forgotten: each rank updates with the
+# terms of its own tokens alone. In the other one each rank draws its weights from a seed of its own.
 
 # %% tags=["nbval-check-output"]
 from labcode.comm.grid import Grid
@@ -1089,6 +984,17 @@ def losses_without_sum(rank, count):
     with model.no_sync():  # the sum over cp travels with the average over dp
         return list(small.steps(model, model.loss, count))
 
+def losses_of_own_seeds(rank, count):
+    """The same with the sums, but each rank begins with weights of its own."""
+    model = parallelize(
+        small.build(torch.float64), Grid.create(GridShape(cp=4)), ParallelConfig()
+    )
+    drawn = layers.initialize(small.build(torch.float64), seed=rank)
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), drawn.parameters()):
+            param.copy_(value)
+    return list(small.steps(model, model.loss, count, model.finish_gradient_sync))
+
 expected = torch.tensor(small.losses_of_one_process(5))
 
 def report(name, losses):
@@ -1098,14 +1004,83 @@ def report(name, losses):
 
 four = GridShape(cp=4)
 mixed = GridShape(cp=2, tp=2)
+copies = GridShape(cp=2, dp=2)
 gathering = ParallelConfig(context_attention="all_gather")
 along = ParallelConfig(sequence_parallel=True)
+by_ddp = ParallelConfig(data_parallel="ddp")
 report("cp 4, ring", ranks.run(small.losses_on_grid, four, ParallelConfig(), 5)[0])
 report("cp 4, gather", ranks.run(small.losses_on_grid, four, gathering, 5)[0])
 report("cp 2, tp 2 + sequence", ranks.run(small.losses_on_grid, mixed, along, 5)[0])
+report("cp 2, dp 2, DDP", ranks.run(small.losses_on_grid, copies, by_ddp, 5)[0])
 report("cp 4, sum forgotten", ranks.run(losses_without_sum, 5)[0])
+report("cp 4, seeds differ", ranks.run(losses_of_own_seeds, 5)[0])
 
 # %% [markdown]
+# Neither mistake raises an error, and the losses are only a little off: without a run on one process nobody would
+# notice. The weights of a model are **shared** over cp, and two things follow from that.
+#
+# **They have to begin alike.** With seeds that differ, the queries of one model meet the keys of three others. All
+# ranks then apply the same sum of gradients, so their weights stay as different as they were. labcode draws all from
+# one seed. For a model that comes with weights, it also sends those of the first rank of dp × cp to the others, as DDP
+# does when it is made.
+#
+# **Their gradients are terms of a sum.** NERSC's tutorial marks such weights (`mark_for_reduction = ["cp"]`), and a
+# communication hook of DDP (lesson 05, section 5) makes one more all-reduce for them, over cp. It can be had in one: over
+# the group of dp × cp, divided by the number of copies dp and not by the number of ranks. This is the hook that labcode
+# gives to PyTorch's DDP in the line "cp 2, dp 2". Its `num_shares` is dp.
+
+# %%
+from labcode.parallel import torch_data
+
+show_source(torch_data._sum_then_divide)
+
+# %% [markdown]
+# A vision transformer has long sequences too: the patches of a large map. Here is one of 32 patches. It has no causal
+# mask, so each rank takes its patches in a row, and the work is even. The last two grids differ in the **order** of the
+# axes. Suppose that a node has two GPUs, so that ranks 0 and 1 share the fast link.
+
+# %% tags=["nbval-check-output"]
+from labcode.comm.counting import counted
+from labcode.config import ViTConfig
+from labcode.models import vit
+from labcode.teach.labs.l11_by_hand import wire_bytes
+
+draw = torch.Generator().manual_seed(0)
+maps = torch.randn(5, 2, 2, 4, 20, 40, generator=draw, dtype=torch.float64)
+pairs = [(states, targets) for states, targets in maps]  # each [B, C, Y, X]
+
+
+def small_vit():
+    config = ViTConfig(
+        num_variables=4, num_forcings=0, lat=20, lon=40,
+        num_layers=2, num_heads=4, hidden_size=32,
+    )
+    return layers.initialize(vit.ViT(config), seed=0).double()
+
+def vit_on_grid(rank, shape, pairs):
+    """(Losses, bytes of a step's forward and backward that go over cp, and over tp)"""
+    model = parallelize(small_vit(), Grid.create(shape), ParallelConfig())
+    states, targets = pairs[0]
+    with counted() as calls, model.no_sync():
+        model.loss(model(states), targets).backward()
+    over_cp = wire_bytes([call for call in calls if call.kind == "send"])
+    over_tp = wire_bytes([call for call in calls if call.kind == "all_reduce"])
+    finish = model.finish_gradient_sync
+    losses = list(small.steps(model, model.loss, 5, finish, pairs))
+    return losses, over_cp, over_tp
+
+expected_vit = torch.tensor(list(small.steps(small_vit(), vit.loss, 5, None, pairs)))
+for shape in (four, mixed, GridShape(cp=2, tp=2, order="cp-tp-dp-pp")):
+    losses, over_cp, over_tp = ranks.run(vit_on_grid, shape, pairs)[0]
+    off = (torch.tensor(losses) - expected_vit).abs().max().item()
+    print(f"cp {shape.cp}, tp {shape.tp}, {shape.order}: as one process {off < 1e-12}")
+    print(f"    cp: ranks {shape.groups('cp')[0]} {over_cp / 1e3:.0f} kB", end=", ")
+    print(f"tp: ranks {shape.groups('tp')[0]} {over_tp / 1e3:.0f} kB")
+
+# %% [markdown]
+# The order changes no number. It decides which messages leave the node: the 49 kB of cp with tp first, and the 66 kB of tp
+# with cp first.
+#
 # Which axis should cut the activations of a long sequence, tp or cp? Call A the bytes of a [B, S, H] tensor in 16-bit
 # numbers. With tp and sequence parallelism a GPU sends 10 (t - 1)/t · A for each layer in forward and backward (lesson
 # 10, section 4). With cp and a ring it is 4 (p - 1) kv/g, as you have counted, where kv stands for K and V of S/p
@@ -1118,10 +1093,8 @@ cp_to_tp = 8 / 10  # kv is 2 A / p, so that 4 (p - 1) kv = 8 (p - 1) / p A
 cp_to_tp_for_g_4 = 8 / 4 / 10
 
 # %% tags=["nbval-check-output"]
-from labcode.comm.counting import counted
 from labcode.config import GPTConfig
 from labcode.models.gpt import GPT
-from labcode.teach.labs.l11_by_hand import wire_bytes
 
 
 def sent_for_a_layer(rank, shape, key_heads):
@@ -1187,7 +1160,103 @@ for kernel in ("flash2", "flash3"):
 # enough for the ring to hide: it sends 0.8/g of the bytes for the same memory.**
 
 # %% [markdown]
-# ## 9. Open end: deal packed documents (optional, 15 min)
+# ## 9. PyTorch's own, and an open end (optional, 25 min)
+#
+# PyTorch can deal out packed documents too (section 7), in files whose names begin with an underscore. Such a **load
+# balancer** gives an order of the tokens, which is then cut into p equal parts. Let us measure what each of them
+# reaches. (PTRR stands for processing-time-based round-robin, which is the sorting by work. It takes FlexAttention's
+# mask, and blocks of 128 tokens.)
+
+# %% tags=["nbval-check-output"]
+from torch.distributed.tensor.experimental import _attention as of_torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+lengths = [2048, 512, 512, 512, 512]
+document = torch.repeat_interleave(torch.tensor(lengths))  # of each token: 0, 0, .. 4
+keys_seen = torch.cat([torch.arange(1, length + 1) for length in lengths])
+
+
+def visible(batch, head, query, key):
+    """FlexAttention asks for each query and key."""
+    return (document[query] == document[key]) & (key <= query)
+
+block_mask = create_block_mask(visible, None, None, 4096, 4096, device="cpu")
+balancers = {
+    "zig-zag": of_torch._HeadTailLoadBalancer(4096, 4, "cpu"),
+    "per document": of_torch._PerDocumentHeadTailLoadBalancer([lengths], 4, "cpu"),
+    "PTRR": of_torch._PTRRLoadBalancer(block_mask, 4),
+}
+print(f"PyTorch {torch.__version__.split('+')[0]}")
+for name, balancer in balancers.items():
+    order = balancer._generate_indices()[0]
+    scores = keys_seen[order].view(4, -1).sum(1)  # of each rank
+    times_fair = (scores.max() / scores.double().mean()).item()
+    print(f"{name:13} the busiest rank computes {times_fair:.2f} times a fair share")
+
+# %% [markdown]
+# Dealing each document for itself should give 1.00, and in this version it does not. The balancer lists the chunks
+# document by document, and the cut into p equal parts then gives the whole long document to ranks 0 and 1. Every number
+# of the model stays right, and only the clock shows it. PyTorch's main branch lists them rank by rank since July 2026
+# (pull request 189902). In exercise 11.5 below you write it yourself.
+#
+# Attention over such parts is a plan for `parallelize_module`, as in lesson 09, section 5. Its kind `FLEX` gathers K
+# and V and leaves the mask to FlexAttention. `_context_parallel_shard` cuts tensors in the balancer's order. Here it is
+# beside one process, forward alone, since FlexAttention has no backward on a CPU.
+
+# %% tags=["nbval-check-output"]
+import warnings
+
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import flex_attention
+
+
+class FlexAttention(torch.nn.Module):
+    def forward(self, q, k, v, block_mask):
+        return flex_attention(q, k, v, block_mask=block_mask)
+
+def pytorchs_own(rank, lengths):
+    """How far its output is from that of one process."""
+    warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+    tokens = torch.arange(sum(lengths))
+    document = torch.repeat_interleave(torch.tensor(lengths))
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4, len(tokens), 32, generator=draw)
+    sees = (document[:, None] == document) & (tokens <= tokens[:, None])
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=sees)
+
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    kind = of_torch._ContextParallel.AttentionType.FLEX
+    plan = of_torch._ContextParallel(seq_dim=2, attention_type=kind)
+    attention = parallelize_module(FlexAttention(), mesh, plan)
+    balancer = of_torch._PerDocumentHeadTailLoadBalancer([lengths], 4, "cpu")
+    cut = [q, k, v, expected, tokens]
+    q, k, v, expected, own = of_torch._context_parallel_shard(
+        mesh, cut, [2, 2, 2, 2, 0], balancer
+    )
+    gathered = balancer._generate_indices()[0]  # the order in which keys arrive
+
+    def visible(batch, head, query, key):
+        query = own[query]
+        key = gathered[key]
+        return (document[query] == document[key]) & (key <= query)
+
+    mask = create_block_mask(visible, None, None, len(own), len(tokens), device="cpu")
+    out = attention(q, k, v, mask)
+    return (out - expected).abs().max().item()
+
+off = max(ranks.run(pytorchs_own, [512, 128, 128, 128, 128]))
+print(f"PyTorch's own gives the output of one process to 1e-5: {off < 1e-5}")
+
+# %% [markdown]
+# The other kind, `SDPA`, replaces `F.scaled_dot_product_attention` by a gather, or by a ring after
+# `set_rotate_method("alltoall")`. It knows no document mask, and it has kernels for GPUs alone, so it does not run
+# here. The public `context_parallel` is older: "we will deprecate this API once the new API is widely used", says its
+# source (torch 2.13). torchtitan has moved to the new functions in January 2026 (pull request 2144) and has Ulysses
+# beside them since September (pull request 4450).
+#
+# **Takeaway: measure what a balancer reaches. A wrong one changes no number but the time.**
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 11.5 · Deal packed documents
@@ -1245,7 +1314,7 @@ check("11.5", my_shares)
 # Lesson 04, section 7, explains these variables, and lesson 14, section 2, writes such a script.
 #
 # On GPUs the same class takes PyTorch's fused kernels for its blocks, after it has compared them with the plain one on
-# a small example. labcode's ring and gather know no document mask; for packed documents use what section 7 shows.
+# a small example. labcode's ring and gather know no document mask; for packed documents use what section 9 shows.
 #
 # ## Questions (core, 5 min)
 #
@@ -1309,6 +1378,8 @@ check("11.5", my_shares)
 #   <https://github.com/pytorch/pytorch/pull/189902>.
 # - torchtitan: <https://github.com/pytorch/torchtitan/pull/2144>, <https://github.com/pytorch/torchtitan/pull/4450>,
 #   and Llama 3.1 8B with cp in `benchmarks/llama3_h100_202412_torchtitan.md`, table 2.
+# - NERSC, *Deep Learning at Scale*: a ViT under cp, weights marked for reduction, and the hook in
+#   `distributed/mappings.py`, <https://github.com/NERSC/dl-at-scale-training>.
 # - MaxText: <https://github.com/AI-Hypercomputer/maxtext/pull/4687>: ring, gather and Ulysses side by side.
 # - Shah et al. 2024, *FlashAttention-3*, arXiv:2407.08608: what both kernels reach on an H100.
 # - Subramanian et al. 2024, *Comprehensive Performance Modeling and System Design Insights for Foundation Models*,

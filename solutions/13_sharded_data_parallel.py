@@ -1305,8 +1305,8 @@ ranks.run(embedding_apart, tokens)
 # weight. One tensor has one dtype, and is frozen or not, so all weights of a unit have to agree in both. (With
 # `use_orig_params=True` the model shows its weights again, as parts of the flat one, and some may be frozen.) A wrapping
 # policy finds the units, here every `Block`. The guide of Transformer Engine does so with
-# `transformer_layer_cls={te.TransformerLayer}`, for layers that have no parallelism of their own. FSDP2 cuts each weight
-# by itself. The same layer in both:
+# `transformer_layer_cls={te.TransformerLayer}`, for layers that have no parallelism of their own (lesson 18, section 11,
+# has that code for FSDP1 and FSDP2). FSDP2 cuts each weight by itself. The same layer in both:
 
 # %% tags=["nbval-check-output"]
 import functools

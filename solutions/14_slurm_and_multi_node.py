@@ -27,7 +27,7 @@
 # - predict what the second node adds to a step, and measure it;
 # - get from the symptom of a failed job to its cause.
 #
-# **Time**: 180 minutes. Good places for a break are after sections 2, 3 and 5.
+# **Time**: 180 minutes, and 20 more for what is optional. Good places for a break are after sections 2, 3 and 5.
 # **Needs**: lesson 01 (sections 1, 3 and 8), lesson 04 (section 1).
 #
 # The first cell imports what the lesson uses of labcode. `replace`, from Python itself, copies a configuration with one
@@ -1104,9 +1104,6 @@ my_diagnosis = {
 # %% tags=["check"]
 check("14.4", my_diagnosis)
 
-# %%
-lab.close()
-
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* B and D are the ones people get wrong: B because they look for a fault in rank 3, D because they
 # do not know Docker's address. For G ask how two ranks can disagree about the size of a tensor. (Another version of the
@@ -1115,7 +1112,94 @@ lab.close()
 # calls would be off by one, and all later gradients wrong.)
 
 # %% [markdown]
-# ## 7. From here to GPUs and SLURM (core, 5 min)
+# ## 7. More nodes, larger batches (optional, 20 min)
+#
+# What do you do with 16 nodes when a job runs well on one? The usual first answer is **weak scaling**: every rank keeps
+# its samples, so the batch grows with the nodes. Lesson 06 says what belongs to it. The learning rate grows as well,
+# with the root of the batch for AdamW, and since every run is to see the same samples, the number of steps falls. This
+# is one script of thirty lines, and it submits one job for each number of nodes. The comment on top names the case of
+# NERSC's tutorial: 16 samples on each of four GPUs, on 1, 4 and 16 nodes.
+
+# %% tags=["nbval-check-output"]
+print((l14_cluster.REPOSITORY / "slurm/weak_scaling").read_text())
+
+# %% [markdown]
+# Here it runs in miniature: one rank on each node, 4 samples on each rank, 1, 2 and 3 nodes, and a vision transformer
+# small enough for a core, on the weather of lesson 02. The first job has a learning rate of 0.001.
+#
+# **Predict.** Which learning rate does the job on three nodes get? All three see 512 samples: on how many nodes is the
+# loss on held-out weather lowest in the end? And the time to a loss that all three reach, times the number of ranks,
+# is what it costs: on how many nodes is it cheapest?
+
+# %% tags=["predict"]
+rate_on_three_nodes = 1e-3 * 3**0.5
+lowest_loss_on = 1
+cheapest_on = 1
+
+# %%
+folders = lab.script(
+    "slurm/weak_scaling", 1, 2, 3, "--",
+    "--model.patch_size", 10, "--model.hidden_size", 64, "--model.num_layers", 2,
+    env={"RANKS_PER_NODE": 1, "SAMPLES_PER_RANK": 4, "STEPS": 128},
+)
+
+# %%
+from labcode.train import scaling
+
+runs = [scaling.read(folder) for folder in folders]
+print("\n".join(scaling.table(runs)))
+rates = [run.row.lr for run in runs]
+losses = [run.row.val_losses[-1][1] for run in runs]
+goal = scaling.common_loss(runs)
+costs = [run.seconds_to(goal) * run.row.devices for run in runs]
+compare("learning rate", rate_on_three_nodes, rates[2], within=1.05)
+lowest = runs[losses.index(min(losses))].row.devices
+cheapest = runs[costs.index(min(costs))].row.devices
+compare("lowest loss on", lowest_loss_on, lowest, within=1, unit="node")
+compare("cheapest on", cheapest_on, cheapest, within=1, unit="node")
+
+# %% [markdown]
+# The table is that of `python -m labcode.train.scaling runs/weak_scaling-*`. Read it as two columns that pull in
+# opposite directions. **Samples a second** grow with the nodes, as far as there is hardware: on a laptop with two cores
+# the third node has no core of its own, and on a cluster the network takes its share. **The loss after the same
+# samples** gets worse, because fewer steps were made with them. The time to a loss is what remains of both, and the cost
+# in rank-seconds can only rise: the smallest run wastes nothing.
+
+# %% tags=["figure"]
+curves = {}
+for name, run in zip(("1 node", "2 nodes", "3 nodes"), runs):
+    curves[name] = tuple(zip(*run.seconds))
+plot.lines(
+    curves,
+    reference={"reached by all": goal},
+    xlabel="seconds of training",
+    ylabel="loss on held-out weather",
+    title="Loss over time, as many samples in each run",
+    alt="Loss on held-out weather over seconds for 1, 2 and 3 nodes: all fall; the run "
+        "on one node ends lowest",
+)
+
+# %% [markdown]
+# Over samples the curves would lie in the order of the batches; over seconds they can cross. TensorBoard draws both from
+# the same files: `tensorboard --logdir runs`, with the horizontal axis set to *Relative* for time.
+#
+# On a cluster of four GPUs a node the command is
+#
+#     slurm/weak_scaling 1 4 16 -- --site my.yaml --minutes 30 --no-wait
+#
+# for batches of 64, 256 and 1024, and rates of 0.001, 0.002 and 0.004. Point `--data.path` at a longer record of the
+# weather: that of the course has 24 states, of which a batch of 1024 sees every one again and again, turned around the
+# globe. Without `--no-wait` the jobs wait for each other. And try what lesson 06, section 4 says of a rate that grows
+# without the batch: `slurm/weak_scaling 1 -- --site my.yaml --optim.lr 0.004`.
+#
+# **Takeaway: scale with one script and judge by one table. Samples per second say what the hardware does; the time to
+# a loss says what you get for it.**
+
+# %%
+lab.close()
+
+# %% [markdown]
+# ## 8. From here to GPUs and SLURM (core, 5 min)
 #
 # Your own cluster needs a profile of about ten lines: copy `slurm/sites/generic.yaml`, fill in account, partition, GPUs
 # of a node and the interface, and say

@@ -30,10 +30,10 @@
 # - share the scale over a group of ranks, and know when this is needed;
 # - decide which layers of a model stay in higher precision.
 #
-# **Time**: 180 minutes, and 110 more for what is optional. Good places for a break are after sections 3, 5 and 7.
+# **Time**: 180 minutes, and 125 more for what is optional. Good places for a break are after sections 3, 5 and 7.
 #
 # **Needs**: lesson 01 (section 2), lesson 03 (section 4). For section 9 also lesson 09 (section 2) and lesson 13
-# (section 4).
+# (section 4), for section 11 lesson 10 (sections 3 and 5).
 
 # %%
 import math
@@ -367,9 +367,11 @@ for step in range(40):
 scales.append(scaler.get_scale())
 status()
 
-# %% tags=["figure"]
+# %%
 falls = [after < before for before, after in pairwise(scales)]
 compare("left out at first", left_out, falls.index(False), within=1.3, found="counted")
+
+# %% tags=["figure"]
 print(f"left out in all: {sum(falls)} of {len(falls)} updates")
 powers = [math.log2(scale) for scale in scales]
 plot.lines(
@@ -493,15 +495,6 @@ for label, (dtype, scaled) in cases.items():
     small[label], zeros[label] = trained_small(dtype, scaled)
 status()
 
-# %% tags=["figure"]
-plot.lines(
-    small, xlabel="step", ylabel="loss (nats per character)", marks=False,
-    title="loss / 1024: float16 alone learns less", wide="float32",
-    reference={"frequencies of characters alone": batches.frequencies_loss},
-    alt="float32 and float16 with a scaler fall together, below the loss of "
-        "frequencies alone; float16 alone falls more slowly and stays above it",
-)
-
 # %%
 ends = {}
 for label, losses_of_run in small.items():
@@ -520,6 +513,15 @@ elif ends["float16"] > ends["float32"] + 0.1:
 else:
     verdict = "it learns the same"
 compare("float16 alone", float16_alone, verdict, options=OUTCOMES)
+
+# %% tags=["figure"]
+plot.lines(
+    small, xlabel="step", ylabel="loss (nats per character)", marks=False,
+    title="loss / 1024: float16 alone learns less", wide="float32",
+    reference={"frequencies of characters alone": batches.frequencies_loss},
+    alt="float32 and float16 with a scaler fall together, below the loss of "
+        "frequencies alone; float16 alone falls more slowly and stays above it",
+)
 
 # %% [markdown]
 # Nothing failed and nothing was printed: no NaN, no error, and the loss falls, with the gradients that are large
@@ -605,9 +607,14 @@ of_27 = 28.0  # 27 / 2 = 13.5, a tie: 14 is even
 of_3000 = 448.0
 
 # %% tags=["nbval-check-output"]
-rounded = torch.tensor([27.0, 3000.0]).to(E4M3).float().tolist()
+saturated = torch.tensor([27.0, 3000.0]).clamp(-448, 448)
+rounded = saturated.to(E4M3).float().tolist()
 compare("27", of_27, rounded[0], within=1, found="computed")
 compare("3000", of_3000, rounded[1], within=1, found="computed")
+
+# %% [markdown]
+# Why the clamp? PyTorch's own cast to e4m3 saturates since version 2.13, and gave *nan* for 3000 before. A cast to e5m2
+# gives *inf*, which that format has. Whoever clamps first gets the same on every version.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 18.4 · The cast to e4m3
@@ -617,7 +624,7 @@ compare("3000", of_3000, rounded[1], within=1, found="computed")
 # -0.0. Use arithmetic alone: no 8-bit dtype. `torch.frexp(x)` works as `math.frexp` does, and gives (0, 0) for zeros.
 # `torch.ldexp(y, n)` is y · 2^n, exactly. About 6 lines.
 #
-# The check compares with PyTorch's own cast in every bit, for 130,000 numbers: every number of the format, the middle
+# The check compares with PyTorch's cast of clamped numbers in every bit, for 130,000 numbers: every number of the format, the middle
 # between any two of them, the float32 next to each of these, tiny ones, huge ones.
 
 # %% tags=["exercise"]
@@ -754,9 +761,10 @@ check("18.5", quantize)
 # %% [markdown]
 # ## 6. Delayed scaling (core, 25 min)
 #
-# `quantize` goes through the tensor twice: once for the amax, and once for the cast. On a GPU an 8-bit product is so
-# fast that this counts. And on several ranks the amax must be the same everywhere (section 9), so all would wait for an
-# all-reduce **before each product**.
+# What `quantize` does is called **current scaling**: the scale of a tensor comes from the tensor itself. So it goes
+# through the tensor twice, once for the amax, and once for the cast. On a GPU an 8-bit product is so fast that this
+# counts. And where several ranks are to use the same scale (section 9), all of them wait for an all-reduce **before each
+# product**.
 #
 # **Delayed scaling** takes the scale from the past. Each tensor of each layer has a **history** of the amaxes of its
 # last steps. The scale of this step is computed from the largest of them, before the tensor exists. The amax of this
@@ -778,9 +786,9 @@ plot.delayed_scaling(
 )
 
 # %% [markdown]
-# At step 6 the scale still allows for 1, and so everything above 1 saturates. (e5m2 has infinities, so that there one
-# clamps before the cast.) From step 7 on the scale allows for 8, as long as the 8 is in the history. During this time
-# all ordinary tensors use an eighth of the range: three bits of exponent are unused, and small numbers are lost.
+# At step 6 the scale still allows for 1, and so everything above 1 saturates. From step 7 on the scale allows for 8, as
+# long as the 8 is in the history. During this time the ordinary tensors leave the three upper powers of two unused, and
+# lose small numbers at the other end.
 #
 # **Predict.** With a history of 16 steps and a tensor whose amax is 8 at step 6 alone: at how many steps is the scale
 # 8 times smaller than usual? And how many steps saturate with margin 3?
@@ -853,6 +861,9 @@ class DelayedScaling:
 check("18.6", DelayedScaling)
 
 # %% [markdown]
+# Libraries answer a bad step differently. labcode records an amax of 0 for it, so that such a step takes its place in the
+# history. Transformer Engine keeps the scale as it was while an *inf* is in the history.
+#
 # The loss scaler of float16 (section 2) works the other way round. It tries a large scale, and steps back after an
 # overflow has happened. Delayed scaling measures how large the numbers are, and saturates where it was wrong.
 #
@@ -893,7 +904,8 @@ plot.fp8_linear(
 # those, without the speed. The products of two 8-bit numbers are exact in float32, but a GPU may add them up with fewer
 # bits than float32 has. The tensor cores of Hopper keep about 14 bits of a sum (DeepSeek-AI 2024, section 3.3.2). That is
 # why libraries add the sums of shorter pieces in float32. It is called `use_split_accumulator` in Transformer Engine,
-# which leaves it out in forward where a tensor has one current scale, and `use_fast_accum=False` in `torch._scaled_mm`.
+# which leaves it out in forward where a tensor has one scale, delayed or current, and `use_fast_accum=False` in
+# `torch._scaled_mm` (whose public form since PyTorch 2.13 is `torch.nn.functional.scaled_mm`).
 # So a product on Hopper may be less exact than ours. Lesson 22, section 1, emulates such sums.
 #
 # There is a second gain. Backward needs x and W again. Autograd keeps them in 16 or 32 bits; our layer keeps the 8-bit
@@ -915,6 +927,10 @@ whole = lab.kept_bytes(F.linear, x, w)
 in_8_bits = lab.kept_bytes(lab.fp8_linear, x, w)
 compare("float32", kept_in_float32, whole, unit="B", within=1)
 compare("FP8", kept_in_fp8, in_8_bits, unit="B", within=1.001)
+
+# %% [markdown]
+# Most of that is x: 8.39 MB become 2.10 MB. W in float32 is the parameter itself, which is in memory anyway, and its copy
+# in 8 bits comes on top. In a real layer x has many more rows than W, so the gain stays.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 18.7 · The FP8 linear layer
@@ -964,14 +980,19 @@ class Fp8Linear(torch.autograd.Function):
 check("18.7", Fp8Linear)
 
 # %% [markdown]
-# labcode's version has a bias, weights under autocast, and a weight gradient that can be put off (lesson 12). `.rows`
-# and `.columns` of a cast are the same numbers, but for the block scaling of section 8, whose blocks lie along the sum
-# of each product. The core is the same.
+# labcode's version has a bias, weights under autocast, and a weight gradient that can be put off (lesson 12). The core is
+# the same. A cast has `.rows` and `.columns`, which are usually one and the same tensor. They differ for the block
+# scaling of section 8 alone. There a block lies along the sum of a product, and the two products of a tensor sum along
+# different dims.
 
 # %%
 show_source(fp8._Fp8Linear)
 
 # %% [markdown]
+# Will a model train with operands that are wrong by up to a sixteenth? Two things speak for it. An element of a product
+# is a sum of hundreds of terms whose rounding errors have both signs, so that they cancel in good part. And an update,
+# which is often a thousandth of its weight, would be lost in 8 bits, but the weights that are updated stay in float32.
+#
 # **Takeaway: a layer in FP8 casts three tensors, and each serves in two of the three products. Only the operands have 8
 # bits: sums, results, weights and the optimizer stay in 16 or 32.**
 
@@ -988,7 +1009,8 @@ show_source(fp8._Fp8Linear)
 #
 # We train the same small GPT in five ways, on the same batches (this takes half a minute, and more on a busy machine):
 # in float32, in bfloat16, and in FP8 with delayed, current and block scaling. **Block scaling** gives each 32 numbers a
-# scale of their own, a power of two. The format is called MXFP8; all its numbers are e4m3, those of gradients too.
+# scale of their own, a power of two. The format is called MXFP8. All its numbers are e4m3 here, those of gradients too,
+# as in Transformer Engine unless it is told otherwise.
 #
 # **Predict.** After 80 steps the losses in bfloat16 and in FP8 differ by about: 0.5 %, 5 % or 50 %? (Give the factor
 # FP8 / bfloat16: 1.005, 1.05 or 1.5.)
@@ -996,7 +1018,7 @@ show_source(fp8._Fp8Linear)
 # %% tags=["predict"]
 fp8_by_bfloat16 = 1.005
 
-# %% tags=["figure"]
+# %%
 RECIPES = {
     "float32": None,
     "bfloat16": None,
@@ -1015,11 +1037,15 @@ def losses_of(name, steps=80):
     return lab.train(model, steps, bfloat16=True, after_step=in_fp8.finish_step)
 
 losses = {name: losses_of(name) for name in RECIPES}
+
+# %%
 last = {name: sum(values[-20:]) / 20 for name, values in losses.items()}
 ratio = last["FP8, delayed"] / last["bfloat16"]
 compare("FP8 / bfloat16", fp8_by_bfloat16, ratio, within=1.02)
 for name, value in last.items():
     print(f"{name:13} {value:.3f}")
+
+# %% tags=["figure"]
 differences = {}
 for name in ("float32", "FP8, delayed", "FP8, current", "FP8, block"):
     pairs = zip(losses[name], losses["bfloat16"])
@@ -1046,7 +1072,7 @@ plot.lines(
 # bfloat16, by its data sheet. How much of that is left depends on the casts: each has to read and write a whole tensor.
 # Transformer Engine does a cast in one kernel. By its documentation the linear layers of a model with 5 billion
 # parameters (hidden size 4096), casts included, are 1.69 times as fast as in bfloat16 on an H200 with delayed scaling,
-# 1.57 times with current scaling, and 1.41 times with a scale for each block. In labcode
+# 1.57 times with current scaling, and 1.41 times with a scale for each block of 128. In labcode
 # amax, cast and transpose are passes of their own, even where `torch.compile` joins the operations of each. On an H100 (`benchmarks/fp8.py`, forward and backward together) its layer of 16,384 ×
 # 16,384 takes 0.7 of the time of bfloat16, one of 8,192 takes 1.1 to 1.2 times as long, and one of 4,096 four times. In
 # both libraries small layers gain least, because they wait for casts and for the processor that starts the kernels.
@@ -1055,8 +1081,8 @@ plot.lines(
 #
 # A loss sums up everything. Let us look at single layers: after 40 steps we take the gradient of each weight in float32
 # and in FP8, and ask how far they are apart, relative to the gradient's norm. This time we also let the head compute
-# in FP8, and we try block scaling in two ways. A block is divided by a power of two. The standard of the format (OCP)
-# takes the one with which the largest number of the block gets the exponent of e4m3's largest one, which is 8. Then
+# in FP8, and we try block scaling in two ways. A block is divided by a power of two. The standard of the format, by the
+# Open Compute Project (OCP), suggests the one with which the largest number of the block gets the exponent of e4m3's largest one, which is 8. Then
 # that number lies between 256 and 512. The other way is to take the smallest power of two with which it *fits*.
 #
 # The largest number of a block is often the gradient of the logit of the right character: (p - 1) / N, where N is the
@@ -1103,10 +1129,10 @@ plot.bars(
 # These are the layers of the first block, which backward reaches last. The error of a gradient is not a matter of the
 # layer itself alone: backward begins at the head, and what is lost there is missing in all earlier layers.
 #
-# - With current scaling the gradients of the logits are in e5m2. Above the half of its largest number it has four
-#   numbers, and there the gradients of most right characters lie.
-# - With blocks by the standard a right character whose p is below 1/8 is pushed up by up to an eighth too little.
-#   The gradients of weights are off by more than that. The sum over all characters is 0 in each token's gradient, and
+# - With current scaling the gradients of the logits are in e5m2. In the upper half of its range it has only four
+#   numbers, and most right characters have their gradients there.
+# - With blocks by the standard a gradient above 448 saturates. That is the case for each right character whose p is
+#   below 1/8: its gradient comes out too small, by up to an eighth. The gradients of weights are off by more than that. The sum over all characters is 0 in each token's gradient, and
 #   here too little is taken away at one place only. Over the tokens of a batch gradients cancel in part, and such an
 #   error, which has the same sign in each of them, does not.
 #   NVIDIA found that trainings of language models can diverge from it, and that they do not with scales that fit
@@ -1119,12 +1145,15 @@ plot.bars(
 # How far does one scale for each tensor carry? Our eighty steps of a small model do not decide that. Micikevicius et
 # al. (2022) trained models of up to 175 billion parameters with it, as well as in 16 bits. Fishman et al. (2024)
 # trained Llama 2 7B for longer: after some 200 billion tokens the **outliers** behind its SwiGLU, single features far
-# larger than all others, had grown until delayed scaling failed, and the loss blew up. DeepSeek-V3 was trained with a
+# larger than all others (SwiGLU is a gated MLP, lesson 10), had grown until delayed scaling failed, and the loss blew
+# up. They cured it by scaling each feature of SwiGLU's output before the cast, and trained as in
+# bfloat16. DeepSeek-V3 was trained with a
 # scale for each 128 numbers of an activation and for each 128 × 128 numbers of a weight, for the sake of outliers, and
 # with sums in float32 (DeepSeek-AI 2024). Transformer Engine calls that recipe `Float8BlockScaling`.
 #
-# **Takeaway: here FP8 with one scale for each tensor trains as bfloat16 does. Long trainings of large models have failed
-# with it, and take a scale for each block. What the head loses, all layers lose: it stays in higher precision.**
+# **Takeaway: here FP8 with one scale for each tensor trains as bfloat16 does. One long training failed with it until its
+# SwiGLU was changed, and others take a scale for each block. What the head loses, all layers lose: it stays in higher
+# precision.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Ask: what would a loss curve look like if FP8 failed? (Usually it leaves bfloat16's late, or it
@@ -1143,7 +1172,7 @@ plot.bars(
 #
 # So the ranks agree on one amax first: the largest of all. This is an all-reduce of 4 bytes with the operation MAX. The
 # ranks that do this together are the **amax reduction group**; labcode calls it `group`, and Transformer Engine
-# `fp8_group`.
+# `amax_reduction_group` (`fp8_group` in older versions).
 #
 # Which ranks belong to it? All that hold parts or copies of the same tensor:
 #
@@ -1326,7 +1355,7 @@ for share, guess in {
 # %% tags=["predict"]
 error_in_e4m3 = "a few percent"
 
-# %% tags=["figure"]
+# %%
 sizes = [1, 10, 100, 1_000, 10_000, 100_000, 1_000_000]
 errors = {name: [] for name in ("int8", "e4m3", "mxfp8", "nvfp4")}
 for size in sizes:
@@ -1342,6 +1371,8 @@ LOST = {"a few percent": 0.03, "a third": 0.33, "all of it": 1.0}
 distance = {answer: abs(lost - with_1000) for answer, lost in LOST.items()}
 nearest = min(distance, key=distance.get)
 compare("e4m3, 1000", error_in_e4m3, nearest, options=LOST)
+
+# %% tags=["figure"]
 plot.lines(
     errors, x=sizes, logx=True,
     xlabel="size of the outlier, as a multiple of the others",
@@ -1411,13 +1442,173 @@ for name, x in lab.cases().items():
 # Where an error of 25 % is allowed, four bits with a scale for each block are enough for all but the widest of these
 # tensors. At 3 % the tensor decides: e4m3 for ordinary numbers, int8 for numbers that are spread evenly, blocks where
 # there is an outlier or a wide spread. Below one percent all but zeros need 16 bits. Which error may be allowed is not
-# a question of formats. It is answered by training: in section 8 about three percent in every operand of e4m3
-# changed nothing that could be seen.
+# a question of formats. It is answered by training: in section 8 errors of some percent in every operand changed nothing
+# that could be seen.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Comparisons with *nan* are False, so a loop that asks `error > most_error` accepts a ruined
 # tensor. Ask for a case in which int8 wins over e4m3. (Numbers spread evenly and without outliers: its relative error
 # is then smaller.)
+
+# %% [markdown]
+# ## 11. The same in Transformer Engine (optional, 15 min)
+#
+# Transformer Engine, NVIDIA's library, has all this in layers of its own, which run on NVIDIA GPUs alone. Here is code
+# that puts one of them on our grid. It runs where the library is installed; elsewhere you can read it, and meet the
+# ideas of this lesson again. The layouts are those of its guide *Multi-GPU training*, the names those of version 2.20.
+#
+# **Data parallel.** `te.TransformerLayer` is a whole block: attention, MLP and their norms. Around it is DDP, as around
+# any other model.
+
+# %%
+import torch.distributed as dist
+
+from labcode.comm.grid import Grid
+from labcode.teach.labs import l18_transformer_engine as with_te
+from labcode.topology import GridShape
+
+show_source(with_te.plain_layer)
+show_source(with_te.data_parallel)
+show_source(with_te.step)
+
+# %% [markdown]
+# `te.autocast` is given the recipe and the amax group, and inside the `with` the layers compute in FP8. With delayed
+# scaling the amaxes of forward are reduced over that group when the `with` ends, all in one message, with MAX, as in
+# exercise 18.8. Those of backward follow at the end of backward, which stands outside the `with`.
+#
+# **Tensor and sequence parallel.** The layer is told three things more.
+
+# %%
+show_source(with_te.tensor_parallel)
+show_source(with_te.sum_shared_gradients)
+
+# %% [markdown]
+# | argument | what it does |
+# |---|---|
+# | `set_parallel_mode=True` | in attention and in the MLP the first product is cut by columns, the second by rows (lesson 09, section 2) |
+# | `tp_group` | the ranks that have parts of the weights; the layer communicates with them by itself |
+# | `sequence_parallel=True` | between the products each rank holds its own tokens only, [S/t, B, H] (lesson 10, section 3) |
+# | `params_dtype` | in which dtype the weights lie; weights in bfloat16 need a float32 copy in the optimizer |
+# | `device` | where the weights are made |
+#
+# Two things are left to you. The weights of norms, and biases behind a product cut by rows, see the tokens of one rank
+# only, and their gradients have to be summed over tp (lesson 10, section 5). Transformer Engine marks these weights as
+# `sequence_parallel` and goes no further, nor does the code of the guide. The other thing is the amax group.
+#
+# Where a product that is cut by columns begins, the tokens of all ranks of tp are gathered, and Transformer Engine
+# gathers them in 8 bits. With delayed scaling no scale travels with them. Each rank takes its own for all of them:
+# *Assume scaling factors are identical across ranks*, says a comment there (`_all_gather_fp8`). The next cell does the
+# same on dp 2 x tp 2, where ranks 0 and 1 are one tp group, ranks 2 and 3 the other. The tokens are random, and one
+# number among the first of them is large, as a massive activation is (section 10).
+#
+# **Predict.** Suppose that the amax group is the dp group, as under data parallelism. How many different scales are
+# there on the four ranks? And which part of the tokens that a rank gathers does it read with a wrong scale: 0, 1/2 or 1?
+
+# %% tags=["predict"]
+scales_shared_over_dp = 2
+part_read_wrong = 1 / 2
+
+# %%
+rows = torch.randn(64, 4, 64, generator=torch.Generator().manual_seed(0))
+rows[0, 0, 10] = 30.0  # [S, B, H]
+
+
+def gathered(axes):
+    """This rank's scale, and the error of each half of the tokens that it gathers."""
+    grid = Grid.create(GridShape(dp=2, tp=2))
+    samples = rows.chunk(2, dim=1)[grid.coord("dp")]
+    halves = samples.chunk(2)
+    own = halves[grid.coord("tp")]
+    amax = own.abs().max()
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=grid.group(*axes))
+    scale = 448 / amax
+    sent = (own * scale).to(E4M3).view(torch.uint8)
+    received = [torch.empty_like(sent) for _ in range(2)]
+    dist.all_gather(received, sent, group=grid.group("tp"))
+    errors = []
+    for half, in_8_bits in zip(halves, received):
+        read = in_8_bits.view(E4M3).float() / scale
+        errors.append(((read - half).norm() / half.norm()).item())
+    return scale.item(), errors
+
+# %% tags=["nbval-check-output"]
+def outcome(axes):
+    """How many scales there are, and which part of the tokens is read wrong."""
+    scales = set()
+    wrong = []
+    for scale, errors in ranks.run(gathered, axes):
+        scales.add(scale)
+        wrong += [error > 0.1 for error in errors]
+    return len(scales), sum(wrong) / len(wrong)
+
+num_scales, wrong = outcome(("dp",))
+compare("scales", scales_shared_over_dp, num_scales, within=1, found="counted")
+compare("read wrong", part_read_wrong, wrong, within=1, found="counted")
+for axes in (("dp",), ("tp",), ("dp", "tp")):
+    num_scales, wrong = outcome(axes)
+    group = " x ".join(axes)
+    print(f"amax group {group:7}: {num_scales} different, {wrong:.0%} read wrong")
+
+_, (theirs, own) = ranks.run(gathered, ("dp",))[1]
+print(f"over dp, rank 1: error {own:.1%} in its own half, {theirs:.0%} in the other")
+
+# %% [markdown]
+# Ranks 0 and 2 agree, ranks 1 and 3 agree, but no rank agrees with the one whose tokens it reads, and no error is
+# raised. So the amax group must contain the tp group. The guide says so, "either directly or as a subset of a larger
+# distributed group", and Transformer Engine recommends all of dp and tp, as `tensor_parallel` has it. The guide's own
+# code passes `data_parallel_group` here. There this is no mistake, since its dp group and its tp group hold one and the
+# same GPU. On two GPUs or more, copied as it stands, it is the first line above. (With current scaling the layer reduces
+# the amax of such tensors over `tp_group` by itself.)
+#
+# **Fully sharded.** The layer is plain again, and the wrapper brings the weights. Beside FSDP1, which the guide has,
+# stands FSDP2 (lesson 13, section 7):
+
+# %%
+show_source(with_te.fully_sharded_1)
+show_source(with_te.fully_sharded_2)
+
+# %% [markdown]
+# A tp group inside of the layer would cut weights that FSDP cuts already. The policy makes each layer a unit of its
+# own; Transformer Engine's example says that without it FSDP1 ends in an illegal memory access. Weights are gathered in
+# bfloat16 here, and each rank casts them for itself. But x and dy are of other samples on each rank, so the amax group
+# is that of dp, as under DDP.
+#
+# The guide is older than version 2.20, and some names in it have changed. `te.fp8_autocast` still works, with a
+# warning.
+#
+# | the guide | Transformer Engine 2.20 |
+# |---|---|
+# | `te.fp8_autocast(...)` | `te.autocast(...)` |
+# | `fp8_recipe=` | `recipe=` |
+# | `fp8_group=` | `amax_reduction_group=` |
+# | `speedometer(..., fp8_autocast_kwargs=)` | `speedometer(..., autocast_kwargs=)` |
+# | `te.TransformerLayer(..., set_parallel_mode, tp_group, sequence_parallel, params_dtype, device)` | the same |
+# | `torchrun --nprocs_per_node=4` | `torchrun --nproc-per-node=4`; the other is refused |
+#
+# **A step, measured.** The sizes are those of the guide: hidden size 4096, 2048 tokens, 4 samples on each rank.
+
+# %%
+show_source(with_te.measured_step_s)
+
+why_not = with_te.why_not()
+if why_not:
+    print(f"No step is measured on this machine. {why_not}")
+else:
+    gpus = torch.cuda.device_count()
+    with Ranks(gpus, device="cuda") as on_gpus:
+        for layout in with_te.LAYOUTS:
+            step_s = max(on_gpus.run(with_te.measure, layout))
+            print(f"{layout:16} on {gpus} GPUs: {1e3 * step_s:.1f} ms")
+
+# %% [markdown]
+# **Takeaway: in Transformer Engine the layer is told the tp group, and autocast the amax group. Whoever gathers in 8
+# bits must share the scale, so the second contains the first.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* The code of this section has been run on a CPU with a stand-in for the library only
+# (`tests/ranks/test_l18_transformer_engine.py`), not with the library; `tests/gpu/test_transformer_engine_gpu.py` waits
+# for a machine that has it. Ask: why does current scaling need no group from autocast? (The layer itself knows which
+# tensors are gathered, and over which group.)
 
 # %%
 ranks.close()
@@ -1435,8 +1626,9 @@ ranks.close()
 # | layers that stay in bfloat16 | `--fp8.skip head down` |
 # | on SLURM | `python -m labcode.slurm submit gpt_10m --site perlmutter --nodes 2 --train.dtype fp8` |
 #
-# On GPUs from Ada and Hopper on labcode calls `torch._scaled_mm`, with the same scales and formats. Elsewhere it
-# emulates. Transformer Engine has the same recipes under the names `DelayedScaling`, `Float8CurrentScaling` and
+# With delayed and current scaling labcode calls `torch._scaled_mm` on NVIDIA's GPUs from Ada and Hopper on, where the
+# sides of a matrix are multiples of 16, with the same scales and formats. `block`, and everything elsewhere, is emulated:
+# on an H100 blocks take 13 to 18 times as long as bfloat16 (`benchmarks/results/fp8_cuda.json`). Transformer Engine has the same recipes under the names `DelayedScaling`, `Float8CurrentScaling` and
 # `MXFP8BlockScaling`. It has two more, which labcode does not train with: `Float8BlockScaling` (the blocks of
 # DeepSeek-V3) and `NVFP4BlockScaling`.
 #
@@ -1451,12 +1643,13 @@ ranks.close()
 # division by zero, the logarithm of 0), not in the range of float16.
 # </details>
 #
-# **2.** Why is FP8 trained with two formats, and which tensor gets which?
+# **2.** Why does FP8 with one scale for each tensor take two formats, and which tensor gets which?
 #
 # <details><summary>Answer</summary>
 #
 # Activations and weights get e4m3, which is finer. Gradients spread wider, and get e5m2: with one more bit for the
-# exponent there are 32 powers of two between its largest and its smallest number, and not 18.
+# exponent there are 32 powers of two between its largest and its smallest number, and not 18. With a scale for each block
+# the range of one block is enough, and all three are e4m3.
 # </details>
 #
 # **3.** A tensor grows tenfold in one step. What happens with current scaling, and what with delayed scaling?
@@ -1496,7 +1689,7 @@ ranks.close()
 # | e4m3 | largest 448, smallest 2^-9, error at most 1/16 from 2^-6 on |
 # | e5m2 | largest 57,344, smallest 2^-16, error at most 1/8 |
 # | scale | largest number / (2^margin · amax), one for each tensor |
-# | current scaling | amax of the tensor itself; two passes; an all-reduce for each operand |
+# | current scaling | amax of the tensor itself; two passes; an all-reduce for each operand whose scale is shared |
 # | delayed scaling | largest amax of the history; one pass; one all-reduce a step |
 # | block scaling | a scale for each 32 numbers; no all-reduce |
 # | three products | y = x Wᵀ, dx = dy W, dW = dyᵀ x |
@@ -1514,6 +1707,10 @@ ranks.close()
 # - DeepSeek-AI 2024, *DeepSeek-V3 Technical Report*, arXiv:2412.19437, section 3.3: scales for blocks, 14 bits.
 # - Fishman et al. 2024, *Scaling FP8 Training to Trillion-Token LLMs*, arXiv:2409.12517: SwiGLU's outliers.
 # - Transformer Engine 2.20.0.dev0, `docs/features/low_precision_training`, August 2026: recipes, speedups, split accumulators.
+# - Transformer Engine, *Multi-GPU training*, now part of
+#   <https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/examples/advanced_optimizations.html>; names and
+#   behaviour of section 11 from the source of 2.20.0.dev0 (`pytorch/quantization.py`, `pytorch/distributed.py`,
+#   `pytorch/module/linear.py`, `examples/pytorch/fsdp`).
 # - Dettmers et al. 2022, *LLM.int8()*, arXiv:2208.07339: outliers.
 # - Sun et al. 2024, *Massive Activations in Large Language Models*, arXiv:2402.17762.
 # - Gupta et al. 2015, arXiv:1502.02551: stochastic rounding, which `formats.cast` has too.

@@ -1224,6 +1224,9 @@ print(line.replace(": ", ":\n  ", 1).replace("; ", ";\n  "))
 # sum the ranks of the group all have it. There is no common clock, so "first" is decided by order: forward before
 # backward, the stage of the pipeline, and how many tensors a rank has seen before.
 #
+# On GPUs PyTorch has a coarser check of its own. With `TORCH_NCCL_NAN_CHECK=1` a rank stops at the first collective to
+# which it would bring a *nan*. That tells the rank and the step, and not the product.
+#
 # **Takeaway: after the step every rank has nan. Ask for the first tensor, before the next collective has spread it.**
 
 # %% [markdown] tags=["solution-only"]

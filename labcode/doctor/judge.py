@@ -106,7 +106,10 @@ def statistics_diverge(facts: list[Facts]) -> Iterator[Finding]:
     gap = _spread([fact.statistics[num_noted - 1] for fact in facts])
     if gap > TOLERANCE:
         what = "each rank keeps other running statistics of BatchNorm"
-        cure = "leave broadcast_buffers on, or convert to SyncBatchNorm on GPUs"
+        cure = (
+            "leave forward_sync_buffers on (broadcast_buffers before PyTorch 2.13), or convert to "
+            "SyncBatchNorm on GPUs"
+        )
         yield Finding("BatchNorm diverges", what, _ranks(facts), gap, "relative difference", cure)
 
 

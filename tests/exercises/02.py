@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from answers import Answers, changed
 
+from labcode.models import vit
 from labcode.teach.exercises import l02
 from labcode.teach.labs import l02_by_hand
 from labcode.train.ranges import StepRanges
@@ -685,7 +686,129 @@ WENT = Answers(
     },
 )
 
-# ---- 2.5 the same training run, faster
+# ---- 2.5 name the parts
+
+
+def with_a_context(batches, model, optimizer, push, pop):
+    @contextlib.contextmanager
+    def part(name):
+        push(name)
+        try:
+            yield
+        finally:
+            pop()
+
+    with part("data"):
+        states, targets = next(batches)
+    with part("forward"):
+        loss = vit.loss(model(states), targets)
+    with part("backward"):
+        loss.backward()
+    with part("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss
+
+
+def zeroed_before_backward(batches, model, optimizer, push, pop):
+    push("data")
+    batch = next(batches)
+    pop()
+    push("forward")
+    prediction = model(batch[0])
+    loss = (prediction - batch[1]).square().mean()
+    pop()
+    push("backward")
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    pop()
+    push("optimizer")
+    optimizer.step()
+    pop()
+    return loss.detach()
+
+
+def never_ends_a_part(batches, model, optimizer, push, pop):
+    push("data")
+    states, targets = next(batches)
+    push("forward")
+    loss = vit.loss(model(states), targets)
+    push("backward")
+    loss.backward()
+    push("optimizer")
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def one_around_the_step(batches, model, optimizer, push, pop):
+    push("step")
+    states, targets = next(batches)
+    loss = vit.loss(model(states), targets)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    pop()
+    return loss
+
+
+def without_parts(batches, model, optimizer, push, pop):
+    states, targets = next(batches)
+    loss = vit.loss(model(states), targets)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+MARKED = Answers(
+    solves="marked_step",
+    takes_ranks=False,
+    right={
+        "a context": with_a_context,
+        "zeroed before backward": zeroed_before_backward,
+        "a number": changed("return loss => return loss.item()"),
+        "ends after zero_grad": changed(
+            "    optimizer.zero_grad()\n    pop()\n => ",
+            "    optimizer.step()\n => \n    optimizer.step()\n"
+            "    optimizer.zero_grad()\n    pop()\n",
+        ),
+    },
+    wrong={
+        "never ends a part": (never_ends_a_part, "one inside the other: what ends the first"),
+        "one around the step": (one_around_the_step, "it belongs to 'data'"),
+        "no parts": (without_parts, "no part is open"),
+        "the last one stays open": (
+            changed("zero_grad()\n    pop() => zero_grad()"),
+            "is still open: what ends it",
+        ),
+        "one pop too many": (changed("return loss => pop()\n    return loss"), "one too many"),
+        "backward in forward": (
+            changed(
+                'pop()\n    push("backward")\n    loss.backward() => '
+                'loss.backward()\n    pop()\n    push("backward")',
+            ),
+            "while loss.backward() runs, the part 'forward' is open",
+        ),
+        "another name": (changed('push("optimizer") => push("step")'), "belongs to 'optimizer'"),
+        "a part twice": (
+            changed('push("data") => push("data")\n    pop()\n    push("data")'),
+            "is wanted once",
+        ),
+        "two batches": (
+            changed("next(batches)\n => next(batches)\n    states, targets = next(batches)\n"),
+            "The step without parts does",
+        ),
+        "never zeroed": (
+            changed("    optimizer.zero_grad()\n => "),
+            "gradients of zero",
+        ),
+        "no return": (changed("    return loss => "), "it returned None"),
+        "labcode's own": (l02_by_hand.marked_step, "labcode's own"),
+    },
+)
+
+# ---- 2.6 the same training run, faster
 
 
 def with_prefetching(job, num_steps):
@@ -799,4 +922,11 @@ FASTER = Answers(
     },
 )
 
-ANSWERS = {"2.1": TIMER, "2.2": BYTES, "2.3": PREFETCHER, "2.4": WENT, "2.5": FASTER}
+ANSWERS = {
+    "2.1": TIMER,
+    "2.2": BYTES,
+    "2.3": PREFETCHER,
+    "2.4": WENT,
+    "2.5": MARKED,
+    "2.6": FASTER,
+}

@@ -527,4 +527,79 @@ SCRIPT = Answers(
     },
 )
 
-ANSWERS = {"15.1": LAYOUT, "15.2": ITERATION, "15.3": BEST, "15.4": SCRIPT}
+# ---- 15.5 both cuts
+
+HYBRID_LOG = (
+    "4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; grid dp 1 x pp 2 x cp 1 x tp 2; "
+    "16 samples a step = dp 1 x 8 micro-batches of 2\n"
+    "step 12/12 | loss 3.3115 | lr 1e-3\n"
+)
+
+
+def run_the_hybrid(job):
+    """What the cluster would answer to the right form."""
+    assert "--profile.steps" in job.overrides
+    return l15_hybrid.Submitted(Outcome("COMPLETED"), HYBRID_LOG, Path("runs/hybrid-8"), True)
+
+
+def hybrid_on_paper(answer, ranks):
+    """The check cell, with a cluster that runs nothing."""
+    return answer, run_the_hybrid, [{"step": 12, "loss": 3.31152}]
+
+
+HYBRID = Answers(
+    solves="my_hybrid",
+    takes_ranks=False,
+    cell=hybrid_on_paper,
+    right={
+        "from pairs": dict(
+            zip(l15_hybrid.SIZE + l15_hybrid.FIELDS, (2, 2, 2, 2, 2, 16), strict=True)
+        ),
+        "computed": changed('micro_batch": 2 => micro_batch": 16 // 8'),
+        "in another order": {
+            "train.global_batch": 16,
+            "train.micro_batch": 2,
+            "parallel.pp": 2,
+            "parallel.tp": 2,
+            "ranks_per_node": 2,
+            "nodes": 2,
+        },
+    },
+    wrong={
+        "the global batch is the micro-batch": (
+            changed('global_batch": 16 => global_batch": 2'),
+            "the learning rate of the recipe",
+        ),
+        "one micro-batch": (changed('micro_batch": 2 => micro_batch": 16'), "m = 1"),
+        "too large a bubble": (
+            changed('micro_batch": 2 => micro_batch": 4'),
+            "the bubble is 1/4 of the work, and 1/8 is allowed",
+        ),
+        "too many messages": (
+            changed('micro_batch": 2 => micro_batch": 1'),
+            "Larger ones are allowed",
+        ),
+        "the form of 15.4": (
+            changed('tp": 2 => tp": 1', 'micro_batch": 2 => micro_batch": 1'),
+            "a rank holds 1/2 of the model",
+        ),
+        "tp alone, over both nodes": (
+            changed('tp": 2 => tp": 4', 'pp": 2 => pp": 1'),
+            "two stages of layers are asked for",
+        ),
+        "no cut": (changed('tp": 2 => tp": 1', 'pp": 2 => pp": 1'), "1/1 of the model"),
+        "pp of four": (changed('tp": 2 => tp": 1', 'pp": 2 => pp": 4'), "each stage needs a layer"),
+        "one node": (changed('"nodes": 2 => "nodes": 1'), "leave GPUs idle"),
+        "a field forgotten": (changed('"parallel.tp": 2, => '), "the form has no parallel.tp"),
+        "None": (None, "my_hybrid is None"),
+        "a list": ([2, 2, 2, 2, 2, 16], "is a list, not a dict"),
+    },
+)
+
+ANSWERS = {
+    "15.1": LAYOUT,
+    "15.2": ITERATION,
+    "15.3": BEST,
+    "15.4": SCRIPT,
+    "15.5": HYBRID,
+}

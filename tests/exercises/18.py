@@ -424,6 +424,14 @@ def by_adding(x):
 ROUND = "torch.round(x / spacing)"
 SATURATE = "rounded.clamp(-448.0, 448.0)"
 
+
+def by_log2(x):
+    """In float64, so that it is right for all but infinities."""
+    exponent = x.abs().double().log2().floor().clamp(min=-6).float()
+    spacing = torch.exp2(exponent - 3)
+    return (torch.round(x / spacing) * spacing).clamp(-448.0, 448.0)
+
+
 CAST = Answers(
     solves="to_e4m3",
     takes_ranks=False,
@@ -436,6 +444,7 @@ CAST = Answers(
         ),
         "no saturation": (changed(f"{SATURATE} => rounded"), "the largest number"),
         "no subnormal numbers": (changed(".clamp(min=-6) => "), "below 2^-6"),
+        "an infinite spacing": (by_log2, "inf / inf is nan"),
         "n for n - 1": (changed("(n - 1) => n"), "Which spacing has your code"),
         "a bit too many": (changed("exponent - 3 => exponent - 4"), "is no number of e4m3"),
         "PyTorch's cast": (
@@ -874,6 +883,18 @@ GATHER = Answers(
             "bytes travel",
         ),
         "8-bit floats": (changed(".view(torch.uint8) => "), "Invalid scalar type"),
+        "converted, not viewed": (
+            changed(f"{CAST_OWN}.view(torch.uint8) => {CAST_OWN}.to(torch.uint8)"),
+            "converts the numbers",
+        ),
+        "converted there and back": (
+            changed(
+                f"{CAST_OWN}.view(torch.uint8) => {CAST_OWN}.to(torch.uint8)",
+                f"{VIEW_BACK} => {CAST_BACK}",
+            ),
+            "converts the numbers",
+        ),
+        "sum of the amaxes": (changed("ReduceOp.MAX => ReduceOp.SUM"), "sum of all amaxes"),
         "still bytes": (changed(f"{VIEW_BACK} => torch.cat(parts)"), "expected is"),
         "bytes as numbers": (
             changed(f"{VIEW_BACK} => {CAST_BACK}"),
@@ -925,7 +946,7 @@ CHOOSE = Answers(
         "the least error": (changed(f"{IS_BETTER} => error < best[1]"), "are enough"),
         "the first of those with the same bits": (
             changed(f"{IS_BETTER} => option.bits < best[0]"),
-            "smaller error",
+            "has as many bits and",
         ),
         "nan passes": (
             changed("error <= most_error => not error > most_error"),
@@ -934,7 +955,7 @@ CHOOSE = Answers(
         "zeros": (changed("if used.any() => if True"), "zeros, at most"),
         "another error": (
             changed(f"{MEAN} => ((option.cast(x) - x).norm() / x.norm()).item()"),
-            "ordinary numbers",
+            "by the mean of |x̂ - x| / |x|",
         ),
         "a mean over the zeros too": (
             changed(".abs().mean().item() => .abs().sum().item() / x.numel()"),

@@ -20,6 +20,7 @@ from labcode.teach.check import Hint
 from labcode.teach.exercises import l14
 from labcode.teach.labs import l14_cluster
 from labcode.teach.labs.l14_scripts import Ended
+from labcode.train import scaling
 
 HELLO = """\
 import socket, sys
@@ -175,6 +176,25 @@ def test_a_login_shell_is_named_where_it_hides_a_program() -> None:
     with pytest.raises(Hint) as error:
         l14._ran(ended, Script("#!/bin/bash -e\nsrun python train.py\n"))
     assert "login" not in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------- scaling
+
+
+def test_a_weak_scaling_gives_every_job_its_batch_rate_and_steps(
+    lab: l14_cluster.Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ("--model.patch_size=30", "--model.hidden_size=16", "--model.num_layers=1")
+    variables = {"RANKS_PER_NODE": 1, "SAMPLES_PER_RANK": 4, "STEPS": 16}
+    folders = lab.script("slurm/weak_scaling", 1, 2, "--", *small, env=variables)
+    said = capsys.readouterr().out
+    assert said.count(" COMPLETED\n") == 2, said
+    one, two = [scaling.read(folder).row for folder in folders]
+    assert (one.devices, one.batch, one.steps) == (1, 4, 16)
+    assert (two.devices, two.batch, two.steps) == (2, 8, 8)
+    assert math.isclose(one.lr, 1e-3, rel_tol=0.01)
+    assert math.isclose(two.lr, 1e-3 * math.sqrt(2), rel_tol=0.01)
+    assert len(one.val_losses) >= 8  # a curve, not a point
 
 
 # ------------------------------------------------------------------------------------------- links

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from labcode.teach.exercises import l02
-from labcode.teach.labs import l02_job, l02_weather
+from labcode.teach.labs import l02_by_hand, l02_job, l02_weather
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,30 @@ def test_two_jobs_train_alike(tiles):
 def test_a_damaged_sample_says_which_it_is():
     with pytest.raises(ValueError, match="sample 11"):
         l02_weather.Damaged()[11]
+
+
+@pytest.mark.parametrize("number", [3, 1, 0])
+def test_batches_on_a_cpu_come_as_they_are(number):
+    batches = [(torch.full((2,), float(n)), torch.tensor(n)) for n in range(number)]
+    ahead = l02_by_hand.CopiedAhead(batches, "cpu")
+    for _ in range(2):
+        found = list(ahead)
+        assert len(found) == number
+        for (states, targets), (same, other) in zip(batches, found, strict=True):
+            assert torch.equal(states, same)
+            assert torch.equal(targets, other)
+
+
+def test_the_next_batch_is_read_before_the_present_one_is_used():
+    read = []
+
+    def source():
+        for number in range(3):
+            read.append(number)
+            yield (torch.tensor(number),)
+
+    seen = [list(read) for _ in l02_by_hand.CopiedAhead(source(), "cpu")]
+    assert seen == [[0, 1], [0, 1, 2], [0, 1, 2]]
 
 
 class DottedTimer:

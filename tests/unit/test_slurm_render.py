@@ -82,6 +82,11 @@ def check_shell(folder, scripts):
 
 
 @shellcheck
+def test_shellcheck_passes_for_weak_scaling(tmp_path):
+    check_shell(tmp_path, [(examples.FOLDER / "weak_scaling").read_text(encoding="utf-8")])
+
+
+@shellcheck
 def test_shellcheck_passes_for_every_site_launcher_and_container(tmp_path):
     others = [
         Job(

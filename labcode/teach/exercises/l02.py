@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from labcode.models import vit
 from labcode.teach.check import Exercise, Hint, due
 from labcode.teach.exercises.expect import plural, refuse
 from labcode.teach.exercises.in_notebook import bounded, without
@@ -850,6 +851,139 @@ def _check_times(case: str, found: Any, events: Sequence[Span], step: float) -> 
 
 # ---- 2.5
 
+PARTS = ("data", "forward", "backward", "optimizer")
+LINES = {
+    "data": "next(batches)",
+    "forward": "model(states)",
+    "backward": "loss.backward()",
+    "optimizer": "optimizer.step()",
+}
+NUM_MARKED = 2  # steps: in the second one, gradients that nobody has set to zero show
+
+
+class _Marks:
+    """Parts as a profiler would see them, and which were open while something was done."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self.begun: list[str] = []
+        self.done: list[tuple[str, list[str]]] = []  # what, and the parts that were open
+
+    def push(self, name: str) -> None:
+        self.begun.append(name)
+        self.open.append(name)
+
+    def pop(self) -> None:
+        if not self.open:
+            raise Hint(f"pop() is called when no part is open, after {self.begun}: one too many")
+        self.open.pop()
+
+    def note(self, what: str) -> None:
+        self.done.append((what, list(self.open)))
+
+
+class _Scale(torch.nn.Module):
+    """One weight, whose forward and backward are noted."""
+
+    def __init__(self, marks: _Marks | None = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(0.5))
+        self.marks = marks
+        if marks is not None:
+            self.weight.register_post_accumulate_grad_hook(lambda _: marks.note("backward"))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if self.marks is not None:
+            self.marks.note("forward")
+        return states * self.weight
+
+
+class _Noted(torch.optim.SGD):
+    """An optimizer whose steps are noted."""
+
+    marks: _Marks
+
+    def step(self, closure: Any = None) -> Any:
+        self.marks.note("optimizer")
+        return super().step(closure)
+
+
+def _noted_batches(marks: _Marks) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for number in itertools.count(1):
+        marks.note("data")
+        states = torch.full((1, 1, 2, 2), float(number))
+        yield states, 3 * states
+
+
+def marked_step(function: Callable[..., Any]) -> None:
+    """The learner's `marked_step(batches, model, optimizer, push, pop)`."""
+    marks = _Marks()
+    model = _Scale(marks)
+    optimizer = _Noted(model.parameters(), lr=0.01)
+    optimizer.marks = marks
+    batches = _noted_batches(marks)
+    weight, losses = _trained_without_marks()
+    for number in range(NUM_MARKED):
+        marks.done.clear()
+        marks.begun.clear()
+        with without(l02_by_hand.marked_step):
+            loss = due(function(batches, model, optimizer, marks.push, marks.pop))
+        _check_marks(marks)
+        found = loss.item() if isinstance(loss, torch.Tensor) else loss
+        if not isinstance(found, float) or not math.isclose(found, losses[number], rel_tol=1e-5):
+            raise Hint(
+                f"step {number}: it returned {found!r}, and without the parts the loss is "
+                f"{losses[number]:g}: is it the same step?"
+            )
+    if not math.isclose(model.weight.item(), weight, rel_tol=1e-5):
+        raise Hint(
+            f"after {NUM_MARKED} steps the weight is {model.weight.item():.4f}, and without the "
+            f"parts {weight:.4f}: does the second step begin with gradients of zero?"
+        )
+
+
+def _trained_without_marks() -> tuple[float, list[float]]:
+    """(The weight after the steps, the losses)."""
+    model = _Scale()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = _noted_batches(_Marks())
+    losses = []
+    for _ in range(NUM_MARKED):
+        states, targets = next(batches)
+        loss = vit.loss(model(states), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model.weight.item(), losses
+
+
+def _check_marks(marks: _Marks) -> None:
+    for what, parts in marks.done:
+        line = f"while {LINES[what]} runs, "
+        if not parts:
+            raise Hint(f"{line}no part is open: it belongs to {what!r}")
+        if len(parts) > 1:
+            raise Hint(
+                f"{line}the parts {' and '.join(map(repr, parts))} are open, one inside the "
+                "other: what ends the first of them?"
+            )
+        if parts != [what]:
+            raise Hint(f"{line}the part {parts[0]!r} is open: it belongs to {what!r}")
+    refuse(
+        {
+            f"after the step {marks.open} is still open: what ends it?": bool(marks.open),
+            f"in one step these parts are begun: {marks.begun}. Each of {list(PARTS)} is wanted "
+            "once": sorted(marks.begun) != sorted(PARTS),
+        }
+    )
+    done = [what for what, _ in marks.done]
+    if done != list(PARTS):
+        raise Hint(f"in one step this is done: {done}. The step without parts does {list(PARTS)}")
+
+
+# ---- 2.6
+
 STEPS = (12, 7)  # numbers of steps that are tried: several rows, and steps after the last of them
 VALIDATE_EVERY = 5
 BREAKS = ((5, 1, math.nan), (3, 2, math.inf))  # (steps, the step that spoils the weights, by what)
@@ -1055,6 +1189,16 @@ EXERCISES = {
         ),
     ),
     "2.5": Exercise(
+        check=marked_step,
+        praise="four parts, one after the other: any profiler with push and pop can show them",
+        hints=(
+            "Which lines of the step belong to which part? Put `push(name)` before them and "
+            "`pop()` after them.",
+            "`pop()` ends the part that was begun last. How many parts are open when the next one "
+            "begins?",
+        ),
+    ),
+    "2.6": Exercise(
         check=faster,
         praise="the same training run, without the work that nobody needed",
         hints=(

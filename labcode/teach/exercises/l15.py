@@ -15,7 +15,15 @@ from labcode.slurm.script.job import Job
 from labcode.teach.check import Exercise, Hint, due, is_stub
 from labcode.teach.exercises.expect import diagnose, refuse
 from labcode.teach.exercises.in_notebook import LOOP, bounded, without
-from labcode.teach.labs.l15_hybrid import FIELDS, RECIPE, SHORT, SIZE, Submitted, job
+from labcode.teach.labs.l15_hybrid import (
+    FIELDS,
+    RECIPE,
+    RECORDED,
+    SHORT,
+    SIZE,
+    Submitted,
+    job,
+)
 from labcode.topology import GridShape
 
 # ---- 15.1
@@ -408,15 +416,58 @@ _STEP = re.compile(r"step (\d+)/\d+ \| loss ([\d.]+)")
 
 
 def form(form: Any, nodes: int = 2, ranks_per_node: int = 2) -> None:
-    """The learner's numbers for gpt_tiny on a small cluster.
+    """The learner's numbers for gpt_tiny on a small cluster, cut between the layers.
 
     Args:
         form: {"nodes": .., "ranks_per_node": .., "parallel.tp": .., ...}.
         nodes, ranks_per_node: Of the cluster.
     """
-    refuse({"my_form is None: give it the dict with your six numbers": form is None})
+    shape, count = _filled_in(form, "my_form", nodes, ranks_per_node)
+    mistakes = {
+        f"tp={shape.tp} cuts through the layers, and the cut is to go between them": shape.tp != 1,
+        "each rank holds the whole model, and there is room for half of it": shape.pp == 1,
+        _bubble(shape, count): (shape.pp - 1) / count > MOST_BUBBLE,
+    }
+    refuse(mistakes)
+
+
+def hybrid_form(form: Any, nodes: int = 2, ranks_per_node: int = 2) -> None:
+    """The same for a model that is cut between its layers and through them."""
+    shape, count = _filled_in(form, "my_hybrid", nodes, ranks_per_node)
+    parts = shape.tp * shape.pp
+    mistakes = {
+        f"tp={shape.tp} x pp={shape.pp}: a rank holds 1/{parts} of the model, and there is room "
+        "for a quarter": parts < nodes * ranks_per_node,
+        f"pp={shape.pp}: two stages of layers are asked for": shape.pp != nodes,
+        f"tp={shape.tp}: each layer is to be shared by the {ranks_per_node} ranks of a node": (
+            shape.tp != ranks_per_node
+        ),
+        "m = 1: there is one micro-batch in a step, so while a stage works the other one waits, "
+        "half of the time": count == 1,
+        _bubble(shape, count): (shape.pp - 1) / count > MOST_BUBBLE,
+        f"with micro-batches of {form['train.micro_batch']} the bubble is {shape.pp - 1}/{count} "
+        "of the work. Larger ones are allowed, and make fewer messages": (
+            (shape.pp - 1) / count <= MOST_BUBBLE / 2
+        ),
+    }
+    refuse(mistakes)
+
+
+MOST_BUBBLE = 1 / 8  # of the work
+
+
+def _bubble(shape: GridShape, count: int) -> str:
+    return (
+        f"a copy has {count} micro-batches in a step: the bubble is {shape.pp - 1}/{count} of the "
+        "work, and 1/8 is allowed"
+    )
+
+
+def _filled_in(form: Any, name: str, nodes: int, ranks_per_node: int) -> tuple[GridShape, int]:
+    """(The grid of a form, micro-batches of a copy); all GPUs are used, by the right batch."""
+    refuse({f"{name} is None: give it the dict with your six numbers": form is None})
     if not isinstance(due(form), Mapping):
-        raise Hint(f"my_form is a {type(form).__name__}, not a dict")
+        raise Hint(f"{name} is a {type(form).__name__}, not a dict")
     missing = [name for name in SIZE + FIELDS if name not in form]
     unknown = [str(name) for name in form if name not in SIZE + FIELDS]
     mistakes = {
@@ -429,7 +480,7 @@ def form(form: Any, nodes: int = 2, ranks_per_node: int = 2) -> None:
         raise NotImplementedError("exercise")
     if not all(isinstance(value, int) for value in values):
         raise Hint("all six are whole numbers")
-    asked, per_node, tp, pp, micro, global_batch = values
+    asked, per_node, _, _, micro, global_batch = values
     world = nodes * ranks_per_node
     right_batch = RECIPE.train.global_batch
     mistakes = {
@@ -442,7 +493,6 @@ def form(form: Any, nodes: int = 2, ranks_per_node: int = 2) -> None:
         ),
         f"global batch {global_batch}: the learning rate of the recipe was chosen for "
         f"{right_batch}": global_batch != right_batch,
-        f"tp={tp} cuts through the layers, and the cut is to go between them": tp != 1,
     }
     refuse(mistakes)
     try:
@@ -450,13 +500,7 @@ def form(form: Any, nodes: int = 2, ranks_per_node: int = 2) -> None:
         shape = combinations.check(recipes.with_changes(RECIPE, changes), world)
     except ValueError as error:
         raise Hint(str(error)) from None
-    count = global_batch // (micro * shape.dp)
-    mistakes = {
-        "each rank holds the whole model, and there is room for half of it": pp == 1,
-        f"a copy has {count} micro-batches in a step: the bubble is {pp - 1}/{count} of the work, "
-        "and 1/8 is allowed": (pp - 1) / count > 1 / 8,
-    }
-    refuse(mistakes)
+    return shape, global_batch // (micro * shape.dp)
 
 
 def script(
@@ -472,7 +516,22 @@ def script(
         reference: Rows of metrics of the same training on another grid.
     """
     form(blanks)
-    done = run(job(blanks))
+    _check_run(run(job(blanks)), blanks, reference)
+
+
+def hybrid(
+    blanks: Mapping[str, Any],
+    run: Callable[[Job], Submitted],
+    reference: Sequence[Mapping[str, float]],
+) -> None:
+    """The same for 15.5; some steps of the job are recorded."""
+    hybrid_form(blanks)
+    _check_run(run(job({**blanks, **RECORDED})), blanks, reference)
+
+
+def _check_run(
+    done: Submitted, blanks: Mapping[str, Any], reference: Sequence[Mapping[str, float]]
+) -> None:
     failed = f"the job ended as {done.outcome}: read {done.out}.log"
     refuse({failed: not done.outcome.ok})
     _says_the_form(done, blanks)
@@ -553,6 +612,16 @@ EXERCISES = {
         hints=(
             "First the nodes and the ranks on each; then tp and pp from the room of a rank.",
             "How many copies of the model are there, and how many samples of a step has each?",
+        ),
+    ),
+    "15.5": Exercise(
+        check=hybrid,
+        praise="one copy in four parts, and the loss of plain dp",
+        hints=(
+            "Into how many parts does tp cut the model, and into how many pp? The product is the "
+            "number of parts.",
+            "There is one copy, so it gets all 16 samples. How many micro-batches keep the bubble "
+            "at 1/8 of the work?",
         ),
     ),
 }

@@ -161,8 +161,8 @@ def cast(answer: Callable[..., Any]) -> None:
 
 
 def _is_cast(name: str, x: Tensor, found: Tensor) -> None:
-    """Equal to PyTorch's cast in every bit."""
-    truth = x.to(E4M3).float()
+    """Equal to PyTorch's cast in every bit; clamped, because it saturates from 2.13 on only."""
+    truth = x.clamp(-LARGEST, LARGEST).to(E4M3).float()
     both_nan = found.isnan() & truth.isnan()
     wrong = (found != truth) & ~both_nan
     if not wrong.any():
@@ -177,6 +177,9 @@ def _is_cast(name: str, x: Tensor, found: Tensor) -> None:
     even = "Of two that are equally near, the even one is expected"
     mistakes = {
         "nan must stay nan, and the number beside it 1": name == "nan beside 1",
+        "inf / inf is nan: which spacing has an infinity in your code?": (
+            math.isinf(given) and math.isnan(became)
+        ),
         "What is too large must become the largest number": size > 448,
         "Which spacing do numbers below 2^-6 have?": (
             size < 2**-6 and (became == given or not is_tie)
@@ -353,7 +356,7 @@ def _has_scale_of(
         f"A margin of {margin} leaves room for {2**margin} times as much": margin > 0,
     }
     case += f"scale() is {found:g}, expected is {truth:g}. "
-    otherwise = "Compare with the formula of section 4"
+    otherwise = "Compare with the formula of section 6"
     diagnose(case, found, truth, mistakes, otherwise, tolerance=1e-6)
 
 
@@ -463,7 +466,7 @@ def _has_gradients(case: str, x: Tensor, weight: Tensor, dy: Tensor) -> None:
     w8 = _dequantized(full_w, E4M3)
     dy8 = _dequantized(full_dy, E5M2)
     finer_dy = _dequantized(full_dy, E4M3)
-    otherwise = "see its formula in the table of section 5"
+    otherwise = "see its formula in the table of section 7"
 
     truth = (dy8 @ w8).to(x.dtype)
     mistakes = {
@@ -722,6 +725,9 @@ def _has_the_scale(case: str, found: _Gathered, shards: Sequence[Tensor], place:
         f"the scale {found.scale:g} is that of this rank's shard: the largest number may lie on "
         "another rank": _scale_of(shards[place]),
         "the scale is upside down: it multiplies before the cast": 1 / scale,
+        "that is the scale of the sum of all amaxes: by which operation do they become one?": (
+            LARGEST / sum(max(part.abs().max().item(), 1e-30) for part in shards)
+        ),
     }
     otherwise = (
         f"{_of_dtype(shards)}the scale is {found.scale:.6g}, expected is {scale:.6g}: 448 / amax "
@@ -740,7 +746,12 @@ def _is_cast_once(case: str, found: _Gathered, shards: Sequence[Tensor]) -> None
             wrong_rows.append(number)
     lost = (found.whole - once).abs() > 0.15 * once.abs() + 2**-8
     others = (found.whole != once).float().mean().item()
+    as_numbers = once.to(E4M3).to(torch.uint8)
+    converted = [as_numbers.to(E4M3).float(), as_numbers.view(E4M3).float()]
     mistakes = {
+        "`.to(torch.uint8)` converts the numbers: which call keeps their bytes?": (
+            others > MOST_OTHERS and any(_mostly(found.whole, other) for other in converted)
+        ),
         f"the rows of the rank with number {min(wrong_rows, default=None)} are wrong after "
         "dequantising: with which scale were they cast there, and do the parts stand in the order "
         "of the ranks?": bool(wrong_rows),
@@ -749,6 +760,12 @@ def _is_cast_once(case: str, found: _Gathered, shards: Sequence[Tensor]) -> None
         "casts the whole weight: are they rounded more than once?": others > MOST_OTHERS,
     }
     refuse(mistakes, case)
+
+
+def _mostly(found: Tensor, other: Tensor) -> bool:
+    """Whether nine of ten numbers are the same; nan is nan."""
+    same = (found == other) | (found.isnan() & other.isnan())
+    return same.float().mean().item() > 0.9
 
 
 # ---- 18.10
@@ -819,7 +836,8 @@ def _is_chosen(case: str, found: Any, x: Tensor, most_error: float) -> None:
     mistakes = {
         f"whose error is {error:.3g}": not error <= most_error,  # as that of nan
         f"with {bits:g} bits, and {enough:g} are enough": bits > enough,
-        "and another format with as many bits has a smaller error": found != best,
+        f"whose error is {error:.3g} by the mean of |x̂ - x| / |x|; {best} has as many bits and "
+        f"{l18_gpt.relative_error(x, options[best].cast(x)):.3g}": found != best,
     }
     refuse(mistakes, case)
 

@@ -5,6 +5,7 @@ import contextlib
 import queue
 import threading
 import time
+import torch
 
 
 def step_times(train_step, batches):
@@ -133,3 +134,52 @@ def where_time_went(events, step):
     busy = covered(on_device)
     busy_or_data = covered(everything)
     return {"busy": busy, "data": busy_or_data - busy, "idle": step - busy_or_data}
+
+
+def marked_step(batches, model, optimizer, push, pop):
+    """One step of training, in four parts of the profile; returns the loss."""
+    push("data")
+    states, targets = next(batches)
+    pop()
+    push("forward")
+    loss = vit.loss(model(states), targets)
+    pop()
+    push("backward")
+    loss.backward()
+    pop()
+    push("optimizer")
+    optimizer.step()
+    optimizer.zero_grad()
+    pop()
+    return loss
+
+
+class CopiedAhead:
+    """The batches of `source` on a device; the next one is copied meanwhile."""
+
+    def __init__(self, source, device):
+        self.source = source
+        self.device = torch.device(device)
+        self.stream = None  # a CPU has no streams, and there is nothing to copy
+        if self.device.type == "cuda":
+            self.stream = torch.cuda.Stream(self.device)
+
+    def __iter__(self):
+        batches = iter(self.source)
+        coming = self.start_copy(batches)
+        while coming is not None:
+            batch = coming
+            if self.stream is not None:
+                kernels = torch.cuda.current_stream(self.device)
+                kernels.wait_stream(self.stream)  # for this copy: the next is not begun
+                for tensor in batch:
+                    tensor.record_stream(kernels)
+            coming = self.start_copy(batches)
+            yield batch
+
+    def start_copy(self, batches):
+        batch = next(batches, None)
+        if batch is None:
+            return None
+        with torch.cuda.stream(self.stream):
+            return [tensor.to(self.device, non_blocking=True) for tensor in batch]

@@ -4,7 +4,6 @@ The files are made of the ERA5 sample of the course on a grid of 1 degree, and c
 chunk costs what it costs elsewhere: it has to be unpacked as a whole.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,27 +106,6 @@ def batches(crops: Crops, batch_size: int, num_batches: int) -> Iterator[Any]:
     """Consecutive batches, each read when it is asked for."""
     for number in range(num_batches):
         yield crops[range(number * batch_size, (number + 1) * batch_size)]
-
-
-class SlowStorage:
-    """A dataset for PyTorch's DataLoader whose batches take a while to arrive, and no processor.
-
-    Args:
-        read_s: Seconds for a batch.
-        num_batches: How many there are.
-    """
-
-    def __init__(self, read_s: float, num_batches: int) -> None:
-        self.read_s = read_s
-        self.num_batches = num_batches
-
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        """A batch."""
-        time.sleep(self.read_s)
-        return torch.full((2,), float(number))
 
 
 class Damaged:

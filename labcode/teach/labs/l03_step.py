@@ -23,10 +23,17 @@ from labcode.models.vit import ViT
 CONTEXT_LENGTH = 64
 CHARACTERS = 83  # of the text that the course ships
 NUM_STEPS = 32  # of the trainings that the lesson compares
-# in the last epoch of each run of NERSC's README: a ViT on one A100, 16 samples in a step
+# in the four epochs of runs of NERSC's README, by workers: a ViT on one A100, 16 samples in a step
+NERSC_BY_WORKERS = {
+    0: (8.34, 9.31, 8.85, 8.81),
+    4: (12.24, 12.51, 12.58, 12.58),
+    8: (10.39, 12.00, 11.83, 12.06),
+    16: (7.77, 10.84, 10.80, 10.63),
+}
+# in the last epoch
 NERSC_SAMPLES_PER_S = {
-    "baseline": 8.81,
-    "4 data workers": 12.58,
+    "baseline": NERSC_BY_WORKERS[0][-1],
+    "4 data workers": NERSC_BY_WORKERS[4][-1],
     "DALI": 13.19,
     "bfloat16": 53.21,
     "fused Adam": 53.31,

@@ -1,6 +1,6 @@
 """Lessons 10 and 11: a small GPT that trains on a real text for a few steps, whole or on a grid."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ def steps(
     loss_of: Callable[[Tensor, Tensor], Tensor],
     count: int,
     finish: Callable[[], None] | None = None,
+    given: Sequence[Batch] | None = None,
 ) -> Iterator[float]:
     """Train with AdamW; gives the loss of each step after the step.
 
@@ -52,9 +53,10 @@ def steps(
         loss_of: Of its output and the targets.
         count: Steps.
         finish: Called between backward and the optimizer.
+        given: Batches in place of those of the text, for a model of something else.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    for inputs, targets in batches(count):
+    for inputs, targets in batches(count) if given is None else given[:count]:
         loss = loss_of(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()

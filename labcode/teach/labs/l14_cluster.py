@@ -14,6 +14,7 @@ import dataclasses
 import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from labcode.teach.labs.l14_faults import FAULTS
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 NOT_RUN = "(not run: there is no cluster here)\n"
 POLL_S = 0.1
+WRITTEN = "metrics, weights and TensorBoard files: "  # a training says so at its end
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 class Lab:
@@ -153,6 +156,43 @@ class Lab:
         print(where)
         self._jobs.append(handle)
         return handle
+
+    def script(
+        self, path: str, *argv: object, env: Mapping[str, object] | None = None
+    ) -> list[Path]:
+        """Run a script that submits trainings, from this machine, and print how its jobs went.
+
+        Args:
+            path: In the repository, such as "slurm/weak_scaling".
+            argv: Its arguments; where the jobs go is added to them.
+            env: More environment variables.
+
+        Returns:
+            The folders that the trainings have named, in their order.
+        """
+        folders = []
+        settings = [f"{name}={value}" for name, value in (env or {}).items()]
+        of_the_lab = [f"{name}={value}" for name, value in ENV.items()]
+        words = [str(word) for word in argv]
+        print(f"$ {shlex.join([*settings, path, *words])}")
+        where = ["--cluster", self.cluster.name] if self.cluster else ["--here"]
+        # the script's `python` is that of the notebook
+        python_first = ["sh", "-c", 'PATH="$0:$PATH" exec "$@"', str(Path(sys.executable).parent)]
+        process = subprocess.Popen(
+            ["env", *of_the_lab, *settings, *python_first, str(REPOSITORY / path), *words, *where],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        with process:
+            for line in process.stdout or ():
+                written = line.partition(WRITTEN)[2].rstrip()
+                if written:
+                    folders.append(Path(written))
+                elif line.startswith(("job ", "error: ", "usage: ")):
+                    print(line.partition("; log: ")[0].rstrip(), flush=True)
+        return folders
 
     def hello(
         self,

@@ -43,6 +43,8 @@ SHORT = {
     "train.eval_batches": 1,
     "train.sample_tokens": 0,
 }
+RECORDED = {"profile.steps": "4:7"}  # of the hybrid, by PyTorch's profiler
+QUIET = {"KINETO_LOG_LEVEL": "6"}  # the profiler's own log lines are left out
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # the GPUs of the nodes are emulated
 
 
@@ -82,7 +84,7 @@ def job(form: Mapping[str, Any], name: str = "hybrid") -> Job:
         minutes=5,
         name=name,
         requeue=False,
-        env=ENV,
+        env=ENV | QUIET if "profile.steps" in form else ENV,
     )
 
 
