@@ -1376,18 +1376,18 @@ for case in plan.CASES:
 # Look for the largest part first, and take the technique for that part. Checkpointing does nothing for weights, and
 # ZeRO nothing for activations.
 #
-# | technique | makes smaller | by | costs |
+# | technique | shrinks | by | costs |
 # |---|---|---|---|
-# | accumulation | activations, logits | a factor of m | smaller products; gradients are there at the peak |
+# | accumulation | activations, logits | a factor of m | smaller products; gradients at the peak |
 # | `del logits` | logits | V of 4 V | nothing |
-# | loss in chunks | logits | nearly all of 3 V | smaller products; with `checkpoint` the head's product once more |
+# | loss in chunks | logits | nearly all of 3 V | smaller products; the head's once more |
 # | full checkpointing | activations | L + 15 numbers in place of 16 L | up to 4/3 of the FLOPs |
-# | every k-th layer | activations | L/k + 16 k numbers in place of 16 L | up to 4/3 of the FLOPs |
-# | checkpointing by operation | activations | 10 numbers of a layer in place of 16 | norms and GELU once more, no product |
-# | fused attention, or its core repeated | scores of attention | all of them | a few percent of the FLOPs |
+# | every k-th layer | activations | L/k + 16 k in place of 16 L | up to 4/3 of the FLOPs |
+# | checkpointing by operation | activations | 10 in place of 16 | norms and GELU once more |
+# | fused attention, or core repeated | scores | all of them | a few percent of the FLOPs |
 # | offload | activations | all that is moved | two transfers |
-# | bfloat16 by autocast (lesson 03, section 4) | activations | nearly half: the residual stream stays in float32 | rounding; 2 bytes for each parameter, a narrow copy that is kept for backward |
-# | ZeRO-1 | moments | a factor of p | an all-gather after the optimizer (lesson 13, section 2) |
+# | bfloat16 by autocast (lesson 03) | activations | nearly half | rounding; a narrow copy of the weights |
+# | ZeRO-1 | moments | a factor of p | an all-gather (lesson 13) |
 # | expandable segments | fragments | | hardly any time |
 #
 # ## Sources
