@@ -2,7 +2,7 @@
 
     python benchmarks/gpt_loss.py             # on a GPU 124M with 2048 tokens; else a tiny one
 
-The head of a small GPT is a third of its arithmetic, and its logits are the largest tensor of the
+The head of this GPT is a quarter of its arithmetic, and its logits are the largest tensor of the
 step. The ways are labcode's (logits in bfloat16, the loss in float32), the loss in bfloat16, and
 PyTorch's `linear_cross_entropy`, which never holds all logits; each as it is, and as one graph of
 torch.compile. The step is forward, backward and a fused AdamW. MFU is against the device's peak.
@@ -56,7 +56,7 @@ def in_bfloat16(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tenso
 
 
 def in_pieces(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own, which computes the logits of some tokens at a time, again in backward."""
+    """PyTorch's own, which computes the logits of some tokens at a time (lesson 16, section 4)."""
     return F.linear_cross_entropy(hidden.flatten(0, -2), weight, targets.flatten())
 
 
@@ -129,7 +129,9 @@ def main() -> None:
     config = ON_A_GPU if device.type == "cuda" else ON_A_CPU
     batch = arguments.batch or (32 if device.type == "cuda" else 2)
     rows = []
-    print("| way | compiled | ms a step | MFU | peak, GB | loss |\n|---|---|---:|---:|---:|---:|")
+    print(
+        "| way | compiled | ms a step | MFU | peak, bytes | loss |\n|---|---|---:|---:|---:|---:|"
+    )
     for compiled in (False, True) if device.type == "cuda" else (False,):
         for way in WAYS:
             row: dict[str, Any] = {"way": way, "compiled": compiled}

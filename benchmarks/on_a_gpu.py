@@ -4,9 +4,10 @@
     python benchmarks/on_a_gpu.py --parts loss fp8        # some; the others keep their old results
     python benchmarks/on_a_gpu.py --small                 # tiny shapes, also without a GPU: a trial
 
-A piece takes at most eight minutes, and its result is written when it ends: what a lent GPU has
-shown stays, also if the next piece fails. They stand in the order of their worth, and `--next`
-takes the first that has no result on this kind of GPU with this PyTorch.
+A piece is ended after eight minutes, and its result is written when it ends: what a GPU has shown
+stays, also if the next piece fails. They stand in the order of their worth. `--next` takes the
+first that was not tried on this kind of GPU with this PyTorch, and when all were, the first that
+failed.
 
 A training is one of `python -m labcode.train`, as a user would run it: the median over the rows of
 its metrics, without the first ones, in which compilation and warm-up happen.
@@ -17,11 +18,11 @@ import datetime
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -173,19 +174,12 @@ def command(run: Run, small: bool, out: Path) -> list[str]:
     return words
 
 
-def measure(run: Run, small: bool, stop_s: float) -> dict[str, Any]:
-    """Train, and take the medians of what the run says of itself; its trace is kept, if it has one.
-
-    Args:
-        run: The training.
-        small: With tiny shapes.
-        stop_s: Of `time.monotonic`, when the piece has to end.
-    """
+def measure(run: Run, small: bool) -> dict[str, Any]:
+    """Train, and take the medians of what the run says of itself; keep its trace, if it has one."""
     with tempfile.TemporaryDirectory(prefix="labcode-gpu-") as folder:
         out = Path(folder) / "run"
         train = [sys.executable, "-m", "labcode.train", *command(run, small, out)]
-        left_s = max(1.0, stop_s - time.monotonic())
-        done = subprocess.run(train, capture_output=True, text=True, timeout=left_s, check=False)
+        done = subprocess.run(train, capture_output=True, text=True, check=False)
         if done.returncode:
             lines = (done.stdout + done.stderr).strip().splitlines()
             return {"name": run.name, "failed": lines[-1] if lines else "no word"}
@@ -225,13 +219,16 @@ def keep_traces(run: Run, out: Path) -> list[str]:
 
 
 def measured(runs: Sequence[Run]) -> Callable[[bool], list[dict[str, Any]]]:
-    """A part that measures some runs and prints a line for each."""
+    """A part that measures some runs and prints a line for each; those before a late one stay."""
 
     def part(small: bool) -> list[dict[str, Any]]:
         found = []
-        stop_s = time.monotonic() + LIMIT_S
         for run in runs:
-            row = measure(run, small, stop_s)
+            try:
+                row = measure(run, small)
+            except TimeoutError as error:
+                found.append({"name": run.name, "failed": str(error)})
+                return found
             found.append(row)
             print(line(row), flush=True)
         return found
@@ -294,7 +291,6 @@ def other_program(words: Sequence[str]) -> Callable[[bool], dict[str, Any]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=LIMIT_S,
             check=False,
         )
         lines = done.stdout.strip().splitlines()
@@ -330,17 +326,30 @@ PARTS: dict[str, Callable[[bool], Any]] = {
 
 
 def next_part(record: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """The first piece that has no result on this device with this PyTorch; None if all have one.
+    """The first piece not tried on this device with this PyTorch, else the first that failed.
 
-    A piece that failed as a whole has none.
+    Returns:
+        None: Each has a result.
     """
+    failures = []
     for name in PARTS:
         old = record.get(name)
-        if old is None or "failed" in old["results"]:
+        if old is None or any(old["on"].get(key) != here.get(key) for key in ("device", "torch")):
             return name
-        if any(old["on"].get(key) != here.get(key) for key in ("device", "torch")):
-            return name
-    return None
+        if failed(old["results"]):
+            failures.append(name)
+    return failures[0] if failures else None
+
+
+def failed(results: Any) -> bool:
+    """Whether a piece, or a run of it, came to no result."""
+    rows = results if isinstance(results, list) else [results]
+    return any("failed" in row or row.get("code") for row in rows)
+
+
+def late(_number: int, _frame: object) -> None:
+    """The handler of the alarm: whatever the piece waits for is ended."""
+    raise TimeoutError(f"took more than {LIMIT_S} s")
 
 
 def device() -> dict[str, Any]:
@@ -374,13 +383,17 @@ def main() -> int:
             print(f"every piece has a result on this device: {options.out}")
             return 0
         parts = [part]
+    signal.signal(signal.SIGALRM, late)
     for name in parts:
         print(f"{name}:", flush=True)
+        signal.alarm(LIMIT_S)
         try:
             found = PARTS[name](options.small)
-        except subprocess.TimeoutExpired:
-            found = {"failed": f"took more than {LIMIT_S} s"}
-            print(f"  {found['failed']}", flush=True)
+        except TimeoutError as error:
+            found = {"failed": str(error)}
+            print(f"  {error}", flush=True)
+        finally:
+            signal.alarm(0)
         record[name] = {"on": device(), "results": found}
         write(options.out, record)
     print(f"written to {options.out}")

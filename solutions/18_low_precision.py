@@ -1264,8 +1264,8 @@ check("18.9", gather_fp8, ranks)
 # quarter of each weight; and FSDP, where each has a quarter of the samples, and puts each weight together before it
 # casts it.
 #
-# **Predict.** In which of the three ways is the loss that of one process (up to the order of sums), if all ranks share
-# their scales? And if each rank has its own? Answer with a number of ways, from 0 to 3.
+# **Predict.** First all ranks share their scales. How many of the three ways then give the loss of one process, up to the
+# order of sums: 0, 1, 2 or 3? And how many, if each rank has scales of its own?
 
 # %% tags=["predict"]
 equal_if_shared = 3

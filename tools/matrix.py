@@ -32,7 +32,8 @@ VERSIONS = [
 ]
 
 # What breaks when PyTorch moves: the collectives, each parallelism against one process, the
-# training program and its checkpoints, precision, the profiler. The rest does not depend on it.
+# training program and its checkpoints, precision, the profiler, and the checks of exercises, which
+# compare with what PyTorch does. The rest does not depend on it.
 TESTS = [
     "tests/ranks/test_simulated_is_gloo.py",
     "tests/unit/test_simulated_ranks.py",
@@ -60,6 +61,7 @@ TESTS = [
     "tests/ranks/test_training_memory.py",
     "tests/ranks/test_dry_run.py",
     "tests/ranks/test_hang_watch.py",
+    "tests/exercises/test_answers.py",
     "tests/unit/test_formats.py",
     "tests/unit/test_fp8_products.py",
     "tests/unit/test_loader.py",
@@ -75,7 +77,6 @@ TESTS = [
 # the pairs with another Python than the one of constraints.txt.
 TESTED_PYTHON = "3.11"
 PYTHON_TESTS = [
-    "tests/exercises/test_answers.py",
     "tests/unit/test_in_notebook.py",
     "tests/unit/test_check.py",
     "tests/unit/test_launch.py",
@@ -90,9 +91,9 @@ INTRODUCTION = """# The versions of Python and PyTorch that were tried
 Written by `make test-matrix`, on {machine}. The whole course is tested with the Python and the
 PyTorch of constraints.txt (`make test`). The table tests what breaks when PyTorch moves, in a fresh
 environment each: the collectives, each parallelism against one process, the training program and
-its checkpoints, precision, the profiler ({count} files, listed in
-[tools/matrix.py](../tools/matrix.py)). With another Python than {python} also the checks of the
-exercises and how processes start ({python_count} files more).
+its checkpoints, precision, the profiler, the checks of the exercises ({count} files, listed in
+[tools/matrix.py](../tools/matrix.py)). With another Python than {python} also how answers are
+watched and how processes start ({python_count} files more).
 
 | Python | PyTorch | passed | failed | skipped | minutes |
 |---|---|---:|---:|---:|---:|

@@ -1,8 +1,10 @@
 """The trainings of `benchmarks/on_a_gpu.py` are possible ones: it is run where no test is."""
 
 import itertools
+import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +62,11 @@ def test_the_next_piece_is_the_first_without_a_result_on_this_device(script):
     assert next_part({}, HERE) == names[0]
     assert next_part(done, HERE) is None
     assert next_part(done, {**HERE, "torch": "2.14.0"}) == names[0]
-    assert next_part({**done, names[2]: {"on": HERE, "results": {"failed": "x"}}}, HERE) == names[2]
+    for results in ({"failed": "late"}, {"code": 1, "last_lines": []}, [{"failed": "no word"}]):
+        some_failed = {**done, names[2]: {"on": HERE, "results": results}}
+        assert next_part(some_failed, HERE) == names[2]
+        del some_failed[names[5]]
+        assert next_part(some_failed, HERE) == names[5]  # what was not tried comes first
     assert next_part({name: done[name] for name in names[:4]}, HERE) == names[4]
 
 
@@ -102,3 +108,32 @@ def test_the_programs_of_a_piece_run_to_the_end_on_a_cpu(name, tmp_path):
     else:
         errors = [float(row[-1].rstrip(" |")) for row in rows]
         assert errors[0] == 0 and 0 < errors[1] == errors[2] < 0.06
+
+
+def test_a_piece_that_takes_too_long_is_ended_and_the_next_one_runs(script, tmp_path, monkeypatch):
+    main = script["main"]
+    scope = main.__globals__
+    slow = scope["Run"]("slow", "gpt_tiny", {})
+
+    def measure(run, small):
+        if run is slow:
+            subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"], check=False)
+        return {"name": run.name, "step_s": 1.0, "samples_per_s": 1.0, "memory_bytes": 1}
+
+    quick = scope["Run"]("quick", "gpt_tiny", {})
+    parts = {"first": scope["measured"]((quick, slow)), "second": scope["measured"]((quick,))}
+    monkeypatch.setitem(scope, "measure", measure)
+    monkeypatch.setitem(scope, "PARTS", parts)
+    monkeypatch.setitem(scope, "LIMIT_S", 1)
+    out = tmp_path / "record.json"
+    monkeypatch.setattr(sys, "argv", ["on_a_gpu.py", "--small", "--out", str(out)])
+    before = signal.getsignal(signal.SIGALRM)
+    try:
+        assert main() == 0
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    record = json.loads(out.read_text())
+    first = record["first"]["results"]
+    assert [row["name"] for row in first] == ["quick", "slow"]
+    assert first[1]["failed"] == "took more than 1 s"
+    assert [row["name"] for row in record["second"]["results"]] == ["quick"]

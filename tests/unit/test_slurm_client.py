@@ -144,6 +144,7 @@ def test_what_a_job_has_set_is_taken_out_and_what_names_the_cluster_stays():
         "SLURM_CONF": "/etc/slurm/slurm.conf",
         "SLURM_CLUSTERS": "big",
         "SBATCH_ACCOUNT": "proj",
+        "SBATCH_CLUSTERS": "big",
         "SBATCHED": "no variable of SLURM",
         "MASTER_ADDR": "gpu01",
     }
@@ -167,8 +168,10 @@ def test_what_a_job_has_set_is_taken_out_and_what_names_the_cluster_stays():
     [
         ("#SBATCH --account=mine", None),
         ("#SBATCH -A mine", None),
+        ("#SBATCH -Amine", None),
         ("#SBATCH --nodes=2 --account mine", None),
         ("#SBATCH --array=0-3", "theirs"),
+        ("#SBATCH --comment=PROJ-A", "theirs"),
         ("# SBATCH --account=mine", "theirs"),
         ("#SBATCH --partition=gpu", "theirs"),
     ],

@@ -44,13 +44,20 @@ _LEFT = re.compile(r".*: cannot open .*/on: No such file")
 # of the script, and with --export=ALL the new job has them too.
 _OF_A_JOB = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|PMI|PMI2|PMIX)_")
 # which cluster it is and who asks, and how times are printed
-_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
+_KEPT = (
+    "SLURM_CONF",
+    "SLURM_CONF_SERVER",
+    "SLURM_CLUSTERS",
+    "SBATCH_CLUSTERS",
+    "SLURM_JWT",
+    "SLURM_TIME_FORMAT",
+)
 # what a user sets once for all jobs; it counts where the script says nothing of its own
 _DEFAULTS = {
-    "SBATCH_ACCOUNT": re.compile(r"^#SBATCH\s.*(--account\b|-A\b)", re.MULTILINE),
-    "SBATCH_PARTITION": re.compile(r"^#SBATCH\s.*(--partition\b|-p\b)", re.MULTILINE),
-    "SBATCH_QOS": re.compile(r"^#SBATCH\s.*(--qos\b|-q\b)", re.MULTILINE),
-    "SBATCH_RESERVATION": re.compile(r"^#SBATCH\s.*--reservation\b", re.MULTILINE),
+    "SBATCH_ACCOUNT": re.compile(r"^#SBATCH\b.*\s(--account\b|-A)", re.MULTILINE),
+    "SBATCH_PARTITION": re.compile(r"^#SBATCH\b.*\s(--partition\b|-p)", re.MULTILINE),
+    "SBATCH_QOS": re.compile(r"^#SBATCH\b.*\s(--qos\b|-q)", re.MULTILINE),
+    "SBATCH_RESERVATION": re.compile(r"^#SBATCH\b.*\s--reservation\b", re.MULTILINE),
 }
 # SLURM's commands are installed, and nothing says which cluster they are for
 _NO_CLUSTER = (
