@@ -26,8 +26,8 @@ from torch import nn
 from labcode import recipes
 from labcode.config import GPTConfig
 from labcode.hardware import usable_cores
+from labcode.models import hub
 from labcode.models.gpt import GPT, loss
-from labcode.models.gpt2_weights import load_gpt2
 
 RESULTS = Path(__file__).parent / "results"
 # Work per contestant and round: short turns meet the same neighbours, shorter ones the clock.
@@ -112,7 +112,7 @@ def contestants(config: GPTConfig, device: str) -> dict[str, Contestant]:
     The fused one is PyTorch's single kernel in place of the six operations of `gelu_new`.
     """
     as_it_comes, one_kernel = gpt2(config, "gelu_new"), gpt2(config, "gelu_pytorch_tanh")
-    ours = load_gpt2(GPT(config), as_it_comes.state_dict())
+    ours = hub.load(GPT(config), as_it_comes.state_dict())
     return {
         "labcode": Contestant(ours, lambda model, tokens: model(tokens), device),
         "transformers": Contestant(

@@ -41,6 +41,8 @@ def require(config: "GPTConfig | ViTConfig", *names: str) -> None:
 # the deepest transformers have a thousand (Wang et al. 2022, arXiv:2203.00555), and each of them is
 # a dozen Python objects that take time to make
 LAYERS = Range(1, 1000, "give a number above 0")
+ROTARY_BASE = Range(1, 10**12, "give a number above 1", above=True)
+NORM_EPSILON = Range(0, 1, "give a number above 0", above=True)
 TRANSFORMER_RANGES = {
     "num_layers": LAYERS,
     "num_heads": SIZE,
@@ -69,15 +71,16 @@ class _Transformer:
         """Features inside the MLP."""
         return self.ffn_size or 4 * self.hidden_size
 
-    def _layer_parameters(self, kv_heads: int) -> int:
-        """Parameters of all layers and of the final norm, biases included."""
+    def _layer_parameters(self, kv_heads: int, gated: bool = False, bias: bool = True) -> int:
+        """Parameters of all layers and of the final norm."""
         hidden = self.hidden_size
-        qkv = (hidden + 1) * (self.num_heads + 2 * kv_heads) * self.head_size
-        projection = (hidden + 1) * hidden
-        mlp = (hidden + 1) * self.ffn + (self.ffn + 1) * hidden
-        norms = 4 * hidden
-        final_norm = 2 * hidden
-        return self.num_layers * (qkv + projection + mlp + norms) + final_norm
+        inputs = hidden + bias  # of one output of a linear layer
+        qkv = inputs * (self.num_heads + 2 * kv_heads) * self.head_size
+        projection = inputs * hidden
+        up = inputs * self.ffn * (2 if gated else 1)
+        down = (self.ffn + bias) * hidden
+        norm = hidden + bias * hidden
+        return self.num_layers * (qkv + projection + up + down + 2 * norm) + norm
 
     def _check_transformer(self) -> None:
         if self.hidden_size % self.num_heads:
@@ -94,7 +97,8 @@ class GPTConfig(_Transformer):
 
     Source: Radford et al. 2019 (GPT-2) for the architecture; Su et al. 2021 (arXiv:2104.09864) for
         rotary positions; Ainslie et al. 2023 (arXiv:2305.13245) for fewer key/value heads than
-        query heads.
+        query heads; Touvron et al. 2023 (arXiv:2302.13971), section 2.2, for Llama, which is
+        `positions="rotary", norm="rms", mlp="swiglu", bias=False`.
     """
 
     vocab_size: int | None = None  # None: as many as the tokenizer of the data has
@@ -105,13 +109,25 @@ class GPTConfig(_Transformer):
     num_kv_heads: int | None = None  # None: as many as query heads
     ffn_size: int | None = None  # None: 4 * hidden_size
     positions: Literal["learned", "rotary"] = "learned"
+    rotary_base: float = 10000.0  # only for positions=rotary; Llama 3 has 500000
+    norm: Literal["layer", "rms"] = "layer"
+    norm_epsilon: float = 1e-5
+    # gelu has the tanh form, as GPT-2 has; swiglu has a third matrix and F features of gate and up
+    mlp: Literal["gelu", "gelu_erf", "swiglu"] = "gelu"
+    bias: bool = True  # in linear layers and norms
     tie_embeddings: bool = True
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = {"vocab_size": SIZE, "context_length": SIZE, "num_kv_heads": SIZE}
+        sizes |= {"rotary_base": ROTARY_BASE, "norm_epsilon": NORM_EPSILON}
         check_fields(self, "model", TRANSFORMER_RANGES | sizes)
         self._check_transformer()
+        if self.norm == "rms" and self.bias:
+            raise ValueError(
+                "model.norm=rms has no bias, and linear layers with one beside it are no known "
+                "model: give --model.bias False"
+            )
         if self.num_heads % self.kv_heads:
             raise ValueError(
                 f"model.num_heads={self.num_heads} is not a multiple of "
@@ -130,6 +146,11 @@ class GPTConfig(_Transformer):
         return self.num_kv_heads or self.num_heads
 
     @property
+    def gated(self) -> bool:
+        """Whether the MLP has a third matrix, the gate."""
+        return self.mlp == "swiglu"
+
+    @property
     def sequence_length(self) -> int:
         """Tokens that one sample sends through the layers."""
         return self.context_length
@@ -141,7 +162,8 @@ class GPTConfig(_Transformer):
         assert self.vocab_size is not None  # for the type checker
         embeddings = self.vocab_size if self.tie_embeddings else 2 * self.vocab_size
         positions = self.context_length if self.positions == "learned" else 0
-        return (embeddings + positions) * self.hidden_size + self._layer_parameters(self.kv_heads)
+        layers = self._layer_parameters(self.kv_heads, self.gated, self.bias)
+        return (embeddings + positions) * self.hidden_size + layers
 
 
 @dataclass(frozen=True)
@@ -219,8 +241,8 @@ ModelConfig = GPTConfig | ViTConfig
 class TextData:
     """Text to learn. With `path` None it is the Shakespeare that ships with the course."""
 
-    path: str | None = None  # a UTF-8 text file of yours (.txt or .txt.gz)
-    tokenizer: Literal["char", "bpe"] = "char"
+    path: str | None = None  # your UTF-8 text (.txt or .txt.gz), or tokens (.bin, .npy)
+    tokenizer: str = "char"  # char, bpe, or the tokenizer.json of a model of the hub
     bpe_vocab_size: int = 8192  # only for tokenizer="bpe"
     val_fraction: float = 0.1  # the last part of the text, never trained on
     cache_dir: str | None = None  # where token files are kept; None: ~/.cache/labcode
@@ -228,6 +250,11 @@ class TextData:
     def __post_init__(self) -> None:
         sizes = Range(257, 10**6, "a byte-level BPE needs at least 257 (256 bytes and a separator)")
         check_fields(self, "data", {"val_fraction": FRACTION, "bpe_vocab_size": sizes})
+        if self.tokenizer not in ("char", "bpe") and not self.tokenizer.endswith(".json"):
+            raise ValueError(
+                f"data.tokenizer={shown(self.tokenizer)}: give one of char, bpe, or the path of a "
+                "tokenizer.json"
+            )
 
 
 @dataclass(frozen=True)
@@ -647,9 +674,8 @@ class TrainConfig:
     sample_tokens: int = 300  # length of the text sample at the end; 0: none
     out: str | None = None  # folder for metrics and weights; None: the next free runs/NAME-NNN
     overwrite: bool = False  # rename an existing `out` to `out`.old-1, or the next free number
-    start_from: str | None = (
-        None  # folder with the weights of a GPT-2, as labcode.train.export writes
-    )
+    # folder or file with weights of a GPT-2, StarCoder2 or Llama, or nanoGPT's ckpt.pt
+    start_from: str | None = None
 
     def __post_init__(self) -> None:
         ranges = {

@@ -955,8 +955,9 @@ def marked_step(batches, model, optimizer, push, pop):
 check("2.5", marked_step)
 
 # %% [markdown]
-# We record three steps with each of the two files. The name `ProfilerStep#n` marks a step for the tools that read the
-# recording.
+# A whole training run is too much to look at. We train for two epochs of three steps with each of the two files, and
+# record the last epoch alone: `start()` and `stop()` say from when to when. The first one warms up. The name
+# `ProfilerStep#n` marks a step for the tools that read the recording.
 
 # %%
 from torch.profiler import ProfilerActivity, profile
@@ -966,20 +967,25 @@ from labcode.perf.chrome_trace import read
 from labcode.perf.summary import summary
 
 
-def record(batches):
-    """A trace of some steps."""
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+def record_last(epochs):
+    """A trace of the last epoch; each is three batches."""
+    recorder = profile(activities=[ProfilerActivity.CPU])
+    for number, batches in enumerate(epochs, 1):
+        if number == len(epochs):
+            recorder.start()
         for step in range(3):
             push(f"ProfilerStep#{step}")
             l02_by_hand.marked_step(batches, model, optimizer, push, pop)
             pop()
-    return read(recorded)
+    recorder.stop()
+    return read(recorder)
 
 tiles = l02_weather.make("runs/tiles.zarr", chunks=(2, 90, 180))
 by_file = {}
 for name, path in {"ViT, whole maps": maps, "ViT, tiles": tiles}.items():
     crops = l02_weather.Crops(path)
-    by_file[name] = record(warm_up(l02_weather.batches(crops, batch_size, 5)))
+    epochs = [l02_weather.batches(crops, batch_size, 3) for _ in range(2)]
+    by_file[name] = record_last(epochs)
 print(summary(by_file["ViT, whole maps"], rows=6))
 
 # %% [markdown]
@@ -1239,8 +1245,7 @@ for states, _ in l02_by_hand.CopiedAhead(batches, "cpu"):
 # gives it a queue of its own, and labcode does so with `--loader.pin_memory`.
 #
 # For GPUs there is also NVIDIA's profiler Nsight Systems. Your `marked_step` serves it as it is: give it NVIDIA's two
-# functions. A whole training run is too much to look at, so two more calls say what is to be recorded, here the last of
-# four epochs:
+# functions. Two more calls do what `start()` and `stop()` of section 6 do, here for the last of four epochs:
 #
 # ```python
 # nvtx = torch.cuda.nvtx
@@ -1259,8 +1264,12 @@ for states, _ in l02_by_hand.CopiedAhead(batches, "cpu"):
 #     nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi -o epoch_3 python train.py
 #
 # The command writes `epoch_3.nsys-rep`, a file for the program Nsight Systems on your own computer. A run of labcode
-# does all of this with `--profile.steps 10:13 --profile.nvtx`. NVIDIA's loading library DALI reads in C++ threads and
-# decodes on the GPU.
+# does all of this with `--profile.steps 10:13 --profile.nvtx`.
+#
+# NVIDIA's loading library **DALI** answers two limits of section 5. Its own readers are C++ threads in the process of the
+# loop, and it can crop, turn and normalise samples on the GPU, on streams of its own. It has no reader for HDF5 or zarr.
+# So NERSC's pipeline keeps 8 processes of Python for reading, and DALI copies and normalises: 12.6 samples/s in the
+# first epoch and 13.2 in the last, against 12.2 and 12.6 with four workers. labcode's is `--loader.backend dali`.
 #
 # ## Questions (core, 5 min)
 #
@@ -1319,7 +1328,7 @@ for states, _ in l02_by_hand.CopiedAhead(batches, "cpu"):
 # - PyTorch's data loading: <https://docs.pytorch.org/docs/stable/data.html>; its profiler:
 #   <https://docs.pytorch.org/docs/stable/profiler.html>; asynchronous execution:
 #   <https://docs.pytorch.org/docs/stable/notes/cuda.html>.
-# - NERSC, *Deep Learning at Scale*, the log of its workers and how it profiles one epoch:
+# - NERSC, *Deep Learning at Scale*, the logs of its workers and of DALI, and how it profiles one epoch:
 #   <https://github.com/NERSC/dl-at-scale-training>.
 # - The copy on a stream of its own follows `data_prefetcher` of NVIDIA's apex:
 #   <https://github.com/NVIDIA/apex/blob/master/examples/imagenet/main_amp.py>.

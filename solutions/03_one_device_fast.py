@@ -545,11 +545,32 @@ plot.format_ranges(
 #
 # tf32 is not a format for storing. **Tensor cores** are units of a GPU that do one thing only, products of small
 # matrices, many times as fast as its other units. In tf32 they read float32 factors, use 10 bits of their fraction, and
-# add up in float32. Containers of NVIDIA switch it on, so NERSC's baseline has it. To see what it gains, NERSC took it
-# away from the rung DALI with the environment variable `NVIDIA_TF32_OVERRIDE=0`, which NVIDIA's libraries obey whatever
-# the program says: 10.1 samples/s in place of 13.2. PyTorch from PyPI leaves tf32 off for matrix products:
-# `torch.set_float32_matmul_precision("high")` switches it on. On the H100 the large product of section 1 reaches 52
-# TFLOP/s in float32, 412 in tf32 and 827 in bfloat16.
+# add up in float32. Containers of NVIDIA switch it on, so NERSC's baseline has it. PyTorch from PyPI leaves it off for
+# matrix products: `torch.set_float32_matmul_precision("high")` switches it on. On the H100 the large product of section
+# 1 reaches 52 TFLOP/s in float32, 412 in tf32 and 827 in bfloat16.
+#
+# The environment variable `NVIDIA_TF32_OVERRIDE=0` takes tf32 away from every program, because NVIDIA's libraries obey
+# it. NERSC ran its rung DALI, of 13.19 samples/s, once more in this way. In a step of 16 samples the linear layers of
+# that model take 8.6e12 FLOPs, by the counter of section 2. The A100's datasheet says 156 TFLOP/s in tf32, and 19.5 in
+# float32.
+#
+# **Predict.** How many samples/s are left without tf32? The rest of the step is the core of attention and memory
+# traffic. Section 3 says what tf32 does for the core of attention.
+
+# %% tags=["predict"]
+lost_s = 8.6e12 / 19.5e12 - 8.6e12 / 156e12  # the linear layers alone get slower
+without_tf32 = 16 / (16 / 13.19 + lost_s)
+
+# %% tags=["nbval-check-output"]
+from labcode.teach.labs.l03_step import NERSC_WITHOUT_TF32
+
+rate = NERSC_WITHOUT_TF32
+compare("without tf32, samples/s", without_tf32, rate, within=1.1, found="published")
+
+# %% [markdown]
+# The linear layers alone explain the loss. The core of attention has 14.5e12 FLOPs more, and had it used tf32 as well,
+# the same sum would leave 7 samples/s. (Real products stay below both peaks. Nearly all of the difference comes from
+# the lower peak, which is the easier one to reach.)
 #
 # The exponent of float16 has 5 bits, so 32 values. Two of them are reserved, for infinity and for small numbers, and 30
 # are left: e goes from -14 to 15. So the largest number is about 2^16. Below 2^-14 there are still **subnormal**
@@ -1311,8 +1332,8 @@ print(f"the baseline: {l03_race.steps_to_target(l03_race.BASELINE)} steps")
 # - NVIDIA, *H100 Tensor Core GPU* and *A100 Tensor Core GPU*, datasheets: peaks and bandwidths.
 # - NERSC, *Deep Learning at Scale Training*, README, "Single GPU performance profiling and optimization" (logs of
 #   November 2024, A100 with 40 GB, batch 16): <https://github.com/NERSC/dl-at-scale-training>. The bars are epoch 4 of
-#   each log: baseline, 4 workers, DALI, AMP BF16, fused, JIT. The sizes of the model are those of its
-#   `config/ViT.yaml`.
+#   each log: baseline, 4 workers, DALI, AMP BF16, fused, JIT; so is the rung DALI without tf32. The sizes of the model
+#   are those of its `config/ViT.yaml`.
 # - NVIDIA, NCCL user guide, "Using NCCL with CUDA Graphs":
 #   <https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/cudagraph.html>.
 # - NERSC, *SC22 tutorial*, "Using CUDA Graphs (optional)": <https://github.com/NERSC/sc22-dl-tutorial>.

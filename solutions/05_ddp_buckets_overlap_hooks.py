@@ -527,8 +527,7 @@ for name, wrap in WAYS.items():
 
 # %% [markdown]
 # The three are close, within the noise of this machine. (The first line times labcode's solution of exercise 5.2. To
-# time yours, write `OverlappedDataParallel` for `l05_by_hand.OverlappedDataParallel`.) DDP's hooks are C++ and the
-# others are Python, so DDP has less to do for each gradient, which counts where a model has many small ones.
+# time yours, write `OverlappedDataParallel` for `l05_by_hand.OverlappedDataParallel`.)
 #
 # Now to **`no_sync`**. With gradient accumulation (lesson 04, section 4), DDP would send after every micro-batch.
 # Inside the context `model.no_sync()`, backward only adds. Forward belongs inside as well, because that is where DDP
@@ -577,6 +576,40 @@ exact = {"within": 1, "unit": "B", "found": "counted"}
 compare("bytes without no_sync()", bytes_without, without_no_sync, **exact)
 compare("bytes with no_sync()", bytes_with, with_no_sync, **exact)
 
+# %% [markdown]
+# A hook also sees where a bucket lies. In labcode a gradient lies in the row of its bucket (section 3). DDP keeps rows and
+# gradients apart, unless you say `gradient_as_bucket_view=True`. The cell adds up all memory in which a row or a gradient
+# lies, and counts shared memory once.
+
+# %% tags=["nbval-check-output"]
+def keep(rows, bucket):
+    """A communication hook that keeps the row, and does what DDP would do."""
+    rows.append(bucket.buffer())
+    return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+def bytes_held(rank, as_view):
+    """Bytes of the memory of all rows and gradients after a step."""
+    rows = []
+    model = DistributedDataParallel(
+        gpt.GPT(model_config), gradient_as_bucket_view=as_view
+    )
+    model.register_comm_hook(rows, keep)
+    gpt.loss(model(tokens), tokens).backward()
+    memory = {}
+    for tensor in rows + [param.grad for param in model.parameters()]:
+        storage = tensor.untyped_storage()
+        memory[storage.data_ptr()] = storage.nbytes()
+    return sum(memory.values())
+
+for as_view in (False, True):
+    held = ranks.run(bytes_held, as_view)[0]
+    print(f"gradient_as_bucket_view={as_view}: {held / gradient_bytes:.2f}", end=" ")
+    print("times the bytes of the gradients")
+
+# %% [markdown]
+# With views there is nothing to copy either. The price: the gradients keep their memory between steps, and whoever calls
+# `detach_()` on one gets an error, because it is a view.
+
 # %% [markdown] tags=["exercise"]
 # ### Exercise 5.3 · `no_sync` for your class
 #
@@ -616,10 +649,8 @@ class QuietDataParallel(l05_by_hand.OverlappedDataParallel):
 check("5.3", QuietDataParallel, ranks)
 
 # %% [markdown]
-# Here is how labcode decides when to send, with the flag `_syncing` of its own `no_sync`. It keeps the parameters of a
-# bucket that are still missing, and so it notices a second backward that comes before the first one's gradients were
-# handed out. Inside `no_sync` a gradient moves into its bucket too, where the next ones are added to it. The loop at
-# the end keeps the order of section 3.
+# Here is how labcode decides when to send, with the flag `_syncing` of its own `no_sync`. The loop at the end keeps the
+# order of section 3.
 
 # %%
 show_source(DataParallel._gradient_ready)

@@ -154,8 +154,8 @@ plot.gradient_noise(
 # %% [markdown]
 # The dashed circle shows how long the noise is on average. With one sample it is longer than the gradient itself, and
 # some arrows point the wrong way. With 4 the noise is half as long, with 16 a quarter: the mean of B independent
-# samples has 1 / B of the variance of one sample. Going from 1 to 4 helps a lot. When all arrows point the same way, more samples only
-# repeat what is known.
+# samples has 1 / B of the variance of one sample. Going from 1 to 4 helps a lot. When all arrows point the same way,
+# more samples only repeat what is known.
 #
 # Noise also makes a gradient **longer**. Suppose that the squared length of G is 20, and that of single samples'
 # gradients 100 on average.
@@ -333,8 +333,8 @@ plot.lines(
 # At first all samples say the same ("spaces and e are frequent"), so few are enough. Later G is short, and what is left
 # to learn differs from sample to sample.
 #
-# **Takeaway: the noise scale gives a first hint of how many samples a step can use. Measuring it costs one number per step, and it grows
-# during training.**
+# **Takeaway: the noise scale gives a first hint of how many samples a step can use. Measuring it costs one number per
+# step, and it grows during training.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* In 6.2 people take the small square after the average, or their own instead of the mean. Ask:
@@ -345,9 +345,9 @@ plot.lines(
 # ## 3. The critical batch (core, 35 min)
 #
 # How much does a step gain? Close to the present weights the loss is like a bowl. A step with the rate ε along the
-# gradient of a batch lowers it by ε G·G_B at first, and the bend of the bowl takes some of that back. H, the
-# matrix of second derivatives, says how strongly it bends in each direction; it is called the **Hessian**. (In section 5
-# the letter H is a number of steps.) Σ is the covariance matrix of one sample's gradient, and tr the sum of a matrix's
+# gradient of a batch lowers it by ε G·G_B at first, and the bend of the bowl takes some of that back. H, the matrix of
+# second derivatives, says how strongly it bends in each direction; it is called the **Hessian**. (In section 5 the
+# letter H is a number of steps.) Σ is the covariance matrix of one sample's gradient, and tr the sum of a matrix's
 # diagonal. On average over batches the gain is
 #
 #     gain(ε) = ε |G|² − ½ ε² (GᵀHG + tr(HΣ) / B)
@@ -371,8 +371,8 @@ plot.lines(
 # batch. In this theory it is the noise scale, averaged over the run, as that grows.
 #
 # For example, S_min = 100 steps and B_crit = 40. A batch of 40 then needs 200 steps and 200 · 40 = 8,000 samples: at
-# the critical batch you pay twice the minimum of steps and twice the minimum of samples. Far below it, you wait longer for hardly
-# fewer samples. Far above it, you pay more samples for hardly fewer steps.
+# the critical batch you pay twice the minimum of steps and twice the minimum of samples. Far below it, you wait longer
+# for hardly fewer samples. Far above it, you pay more samples for hardly fewer steps.
 #
 # To see it, we need a **sweep**: runs with many batches, each at several learning rates, because a rate that is right
 # for one batch is wrong for another. Comparing batches at one rate compares rates.
@@ -423,8 +423,8 @@ print(l06_runs.COMMAND)
 # %% [markdown]
 # It trains our GPT to a validation loss of 2.3 nats per character (a nat is the unit of a loss with natural
 # logarithms), at a rate that is constant after 20 steps of warm-up, with three seeds. (Warm-up means that the rate
-# rises from nearly 0 first; section 4 asks what it is good for.) It took some ten minutes on two cores, so its table comes with the course. At the best rates it needed 1,254 steps with batch 4, and 107 with batch
-# 1024.
+# rises from nearly 0 first; section 4 asks what it is good for.) It took some ten minutes on two cores, so its table
+# comes with the course. At the best rates it needed 1,254 steps with batch 4, and 107 with batch 1024.
 #
 # **Predict.** From these two numbers and the formula: how many steps did it need with batch 32?
 
@@ -450,9 +450,9 @@ plot.sweep(
 
 # %% [markdown]
 # "> 2000" and "> 195" say that at least one of the seeds did not come to the target in the steps that it had: 2,000, or
-# the 195 that 200,000 samples are with batch 1024. That may have two reasons. With batch 4 at 0.001 one seed arrived after
-# 1,942 steps, and the others had come to 2.32. With batch 4 at 0.03 the loss does not fall below 2.46 any more. (The
-# frame of batch 128 is at the edge. 0.017 needs 136 steps there, where 0.03 needs 135, so little can be missing.)
+# the 195 that 200,000 samples are with batch 1024. That may have two reasons. With batch 4 at 0.001 one seed arrived
+# after 1,942 steps, and the others had come to 2.32. With batch 4 at 0.03 the loss does not fall below 2.46 any more.
+# (The frame of batch 128 is at the edge. 0.017 needs 136 steps there, where 0.03 needs 135, so little can be missing.)
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 6.5 · The verdict
@@ -501,7 +501,7 @@ plot.steps_against_batch(
 # | this GPT | 1,400 is critical | the sweep |
 # | the largest of Kaplan et al. 2020 | 1 to 2 million are critical at the end | noise scale (arXiv:2001.08361, section 1.1) |
 # | GPT-3, 175 billion weights | begins with 32,000 and takes 3.2 million | guided by the noise scale (arXiv:2005.14165, 2.3 and appendix B) |
-# | OLMo, 1 and 7 billion | near 0 at the start, then up to 17 million are critical | runs that branch off with other batches (arXiv:2505.23971) |
+# | OLMo, 1 and 7 billion | near 0 at the start, then up to 17 million are critical, and it levels off | runs that branch off with other batches (arXiv:2505.23971) |
 # | Llama 3, 405 billion | 4 million, 8 after 252 million tokens, 16 after 2.87 trillion | as trained (arXiv:2407.21783, section 3.4.1) |
 # | DeepSeek-V3 | 13 million at first, 63 from 469 billion tokens on | as trained (arXiv:2412.19437, section 4.2) |
 #
@@ -564,16 +564,17 @@ plot.speed_and_price(
 # square, and section 2 says how large the square is: g² + σ² / B. Let us assume that the noise is the same multiple of
 # the gradient for each weight. Then the square is g² (1 + B_noise / B).
 #
+# To hold this against the sweep we need **the** rate of a batch. The one with the fewest steps depends on chance, as
+# its neighbours are often nearly as good. So we call a rate **good** for a batch if it needs at most 10 % more steps
+# than the best one does, and take the middle (the geometric mean) of the good ones. A step from one rate to the next in
+# this sweep is a factor of 1.8 or so, and no sweep knows the best rate better than that.
+#
 # **Predict.** The table has batches from 4 to 1024. The linear rule says 256 times the rate for the last of them, the
-# square root says 16 times. What do you find for AdamW, with a B_noise of 44? A step from one rate to the next in this
-# sweep is a factor of 1.8 or so, and no sweep knows the best rate better than that.
+# square root says 16 times. By which factor does the middle of the good rates grow for AdamW, with a B_noise of 44?
 
 # %% tags=["predict"]
 # the step is rate / √v, and √v holds the root of 1 + B_noise / B: one such root is left
 growth_of_the_rate = ((1 + 44 / 4) / (1 + 44 / 1024)) ** 0.5
-
-# %% [markdown]
-# We call a rate **good** if it needs at most 10 % more steps than the best one, and take the middle of the good ones.
 
 # %% tags=["figure"]
 from labcode.train import sweep_table
@@ -610,11 +611,11 @@ plot.rates_against_batch(
 #
 #     rate(B) = rate_max / √(1 + B_noise / B)
 #
-# This has one free number, rate_max; B_noise is the critical batch from section 3. From 4 to 1024 it grows by a factor
-# of 3.4. The sweep says 3.2 by the middle of the good rates, and 3 to 6 if one asks for fewer than 10 % more steps or
-# takes the best rates alone. It explains both why the square root is right for small batches and why the frames in the
-# map of section 3 stop climbing. Up to 128 this sweep could not tell it from the square root. At 1024 the square
-# root is five times too high, and the linear rule 80 times.
+# This has one free number, rate_max; B_noise is the critical batch from section 3. From 4 to 1024 the rate grows by a
+# factor of 3.4. The sweep says 3.2 by the middle of the good rates, and 3 to 6 if one asks for fewer than 10 % more
+# steps or takes the best rates alone. The formula explains both why the square root is right for small batches and why
+# the frames in the map of section 3 stop climbing. Up to 128 this sweep could not tell it from the square root. At 1024
+# the square root is five times too high, and the linear rule 80 times.
 #
 # Where does it not fit? In the middle the good rates are up to 1.3 times as high, at both ends 0.8 times, each less
 # than a step of the sweep. That may be chance, or more. Li et al. 2024 (arXiv:2405.14578) replace Adam by the sign of
@@ -663,10 +664,11 @@ for beta2 in (0.95, 0.999):
 compare("step with the spike, in rates", spiked_step, lengths[5000])
 
 # %% [markdown]
-# A spike that dwarfs all before it moves a weight by (1 − β1) / √(1 − β2) rates, however large it is: 3.2 with PyTorch's
-# 0.999, and 0.45 with the 0.95 of our recipe. So one step does little harm. What follows does: for some ten steps m points where the spike pointed, and for
-# as long as v remembers it, several times 1 / (1 − β2) steps, all other gradients of this weight count for next to
-# nothing. That is a reason to clip even with AdamW. Our recipe, GPT-3 and DeepSeek-V3 do, at a norm of 1.0.
+# A spike that dwarfs all before it moves a weight by (1 − β1) / √(1 − β2) rates, however large it is: 3.2 with
+# PyTorch's 0.999, and 0.45 with the 0.95 of our recipe. So one step does little harm. What follows does: for some ten
+# steps m points where the spike pointed, and for as long as v remembers it, several times 1 / (1 − β2) steps, all other
+# gradients of this weight count for next to nothing. That is a reason to clip even with AdamW. Our recipe, GPT-3 and
+# DeepSeek-V3 do, at a norm of 1.0.
 
 # %% [markdown]
 # ### Warm-up
@@ -780,17 +782,17 @@ verdict = "worse" if difference > 0 else "better"
 compare("than the one that stays", than_staying, verdict, options=("better", "worse"))
 
 # %% [markdown]
-# 180 good steps do not make up for 20 bad ones. The printed sizes show a part of what has happened. The weights begin at
-# 0.02, and Adam moves each of them by about the rate in a step. After 20 steps at 0.1 they are more than 20 times as
+# 180 good steps do not make up for 20 bad ones. The printed sizes show a part of what has happened. The weights begin
+# at 0.02, and Adam moves each of them by about the rate in a step. After 20 steps at 0.1 they are more than 20 times as
 # large, and steps of 0.01 change such weights little. A warm-up of 20 steps lets them grow as fast. With one of 100
-# steps they are small at step 20 and grow more slowly. Why that helps, these runs do not say. (Seeds 1 to 4 say the same
-# in both comparisons.)
+# steps they are small at step 20 and grow more slowly. Why that helps, these runs do not say. (Seeds 1 to 4 say the
+# same in both comparisons.)
 #
 # So what warm-up does here is not to wait for Adam's averages. It keeps the rate below what the model tolerates at the
 # time, and that rises as the model learns: at step 100 the rate of 0.1 does no harm any more. Kalra and Barkeshli 2024
-# (arXiv:2406.09405) come to the same conclusion for SGD and Adam. What one gains from warm-up is that the model tolerates
-# a higher rate, as it has come to places where the loss bends less. Goyal et al. could use their linear rule up to
-# batches of 8192 with a warm-up over five epochs (their section 2.2). A "good rate" is one for a given warm-up.
+# (arXiv:2406.09405) come to the same conclusion for SGD and Adam. What one gains from warm-up is that the model
+# tolerates a higher rate, as it has come to places where the loss bends less. Goyal et al. could use their linear rule
+# up to batches of 8192 with a warm-up over five epochs (their section 2.2). A "good rate" is one for a given warm-up.
 
 # %%
 print(l06_runs.gpt().optim)
@@ -805,8 +807,8 @@ print(l06_runs.gpt().optim)
 # - `diverges` changes fields of `optim` alone, and ends worse than guessing one of the text's 83 characters: a training
 #   loss above ln 83 = 4.42. Rates may be at most 100.
 # - `overfits` learns its training text by heart: the training loss ends more than 0.3 below the validation loss, which
-#   has risen again from its lowest point. You may set `train.steps`, up to 800. A text is learned by heart if it is short:
-#   `data.val_fraction` is the share of it that is kept for validation, and training gets the rest.
+#   has risen again from its lowest point. You may set `train.steps`, up to 800. A text is learned by heart if it is
+#   short: `data.val_fraction` is the share of it that is kept for validation, and training gets the rest.
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
@@ -831,10 +833,10 @@ check("6.6", diverges, overfits)
 # hardly at all. A good rate is one for a given warm-up. A formula gives the place to begin, and a sweep decides.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Some hold "linear scaling" for a law. Show them the last figure but one: on these axes the linear
-# rule leaves the page. In the prediction of the rate people forget that v holds noise as well. The growth from 4 to
-# 1024 is 12 / 1.043 = 11.5 for SGD, and its root, 3.4, for AdamW. In 6.6 clipping and Adam make divergence harder than
-# people expect; that is worth a word.
+# *For the instructor.* Some hold "linear scaling" for a law. Show them the last figure but one: on these axes the
+# linear rule leaves the page. In the prediction of the rate people forget that v holds noise as well. The growth from 4
+# to 1024 is 12 / 1.043 = 11.5 for SGD, and its root, 3.4, for AdamW. In 6.6 clipping and Adam make divergence harder
+# than people expect; that is worth a word.
 
 # %% [markdown]
 # ## 5. Fewer messages (core, 30 min)
@@ -918,14 +920,13 @@ show_source(OuterOptimizer.step)
 # gradients, but not the same.)
 #
 # How far does an outer step go? If the outer gradient is the same g again and again, v comes to rest at g / (1 − μ),
-# and a step at η (g + μ v) = η g / (1 − μ). With the paper's values that is 7 times as far as the copies went on
-# average.
+# and a step at η (g + μ v) = η g / (1 − μ), where the copies went as far as g on average.
 #
 # **Predict.** All copies train with an inner rate of 0.01, which section 4 found good. Is DiLoCo at H = 10 "better" or
 # "worse" than local SGD at H = 10?
 
 # %% tags=["predict"]
-diloco_is = "worse"  # 7 times 0.01 is far above a good rate
+diloco_is = "worse"  # 0.7 / (1 - 0.9) = 7 times 0.01 is far above a good rate
 
 # %%
 def train_apart(rank, every, outer_lr, momentum, inner_lr, steps=200):
@@ -979,9 +980,11 @@ plot.bars(
 )
 
 # %% [markdown]
-# With a tenth of the messages, local SGD loses a little, and it still helps to meet every 50 steps. The numbers differ
-# from seed to seed, and so does the order of neighbouring bars. DiLoCo at the inner rate of the others does worse than
-# copies that never meet, and at a third of that rate it is among them: what counts is how far the common weights go.
+# With the paper's values an outer step goes η / (1 − μ) = 7 times as far as the copies went on average. So DiLoCo at
+# the inner rate of the others moves the common weights about as a rate of 0.07 would, and does worse than copies that
+# never meet. At a third of that rate it is among the others: what counts is how far the common weights go. With a tenth
+# of the messages, local SGD loses a little, and it still helps to meet every 50 steps. The numbers differ from seed to
+# seed, and so does the order of neighbouring bars.
 #
 # The paper has H = 500, so that an outer gradient is the sum of 500 steps. There an outer rate of 0.7 with a momentum
 # of 0.9 was the best that was tried. Eight copies learned as well as synchronous training on as many samples, with 500

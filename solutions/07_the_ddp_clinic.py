@@ -25,10 +25,10 @@
 # - tell a fault on one rank from a fault that all ranks share, and a slow training from one that stands still;
 # - mend eight scripts and a last one with five faults, and show for each that it trains like its healthy twin: the same
 #   script without the fault;
-# - judge seven pieces of popular advice by a measurement;
+# - judge eight pieces of popular advice by a measurement;
 # - say what the arguments of DDP do, and write and read a checkpoint with it.
 #
-# **Time**: 150 minutes, and 115 more for what is optional. Good places for a break are after
+# **Time**: 150 minutes, and 120 more for what is optional. Good places for a break are after
 # sections 4 and 7.
 #
 # **To keep**: [a checklist for DDP](../book/guide/ddp.md). On one page it has the set-up in its order, what guides say
@@ -276,7 +276,10 @@ for number in (1, 2):
 # In the lessons so far labcode's own loader gave each rank its share. A `DataLoader` of PyTorch knows nothing of ranks.
 # The `DistributedSampler` does: `DistributedSampler(data)` reads rank and number of ranks from the process group and
 # gives each rank every p-th sample. Its order is drawn from the seed **plus the epoch**, so that all ranks draw the
-# same order without asking each other. It cannot know the epoch: you tell it with `sampler.set_epoch(epoch)`.
+# same order without asking each other. It cannot know the epoch: you tell it with `sampler.set_epoch(epoch)`. Since the
+# sampler shuffles, the loader must not: `DataLoader(..., sampler=sampler, shuffle=True)` is a `ValueError`. And all ranks
+# get equally many samples: where p does not divide their number, the sampler gives some of them twice, or with
+# `drop_last=True` leaves some out.
 #
 # The scripts are functions of `watch`, so that the doctor, your chart or nobody can look on.
 
@@ -569,7 +572,7 @@ print(f"loss of the same 128 samples: rank 0 {losses[0]:.4f}, rank 1 {losses[1]:
 # **Predict.**
 #
 # - How many times as large is the gradient of patient 3 as that of one process with the same 256 samples?
-# - In patient 8, how many times the weight of a target in the largest micro-batch does one in the smallest have?
+# - In patient 8, a target in the smallest micro-batch counts more than one in the largest: how many times as much?
 
 # %% tags=["predict"]
 times_as_large = 4
@@ -621,9 +624,8 @@ compare("bytes beyond need", extra_bytes, patient_4.evidence, unit="B", within=1
 # %% [markdown] tags=["exercise"]
 # ### Exercise 7.5 · Two cures
 #
-# Mend patients 3 and 8. The step shall compute the gradient of the mean over all its targets, as one process would.
-# Change the losses, not the gradients afterwards: the doctor reads the factors at the loss. Which samples a rank gets
-# stays as it is. Both send once in a step, in another way than with `no_sync()`: they set `require_backward_grad_sync`,
+# Mend patients 3 and 8. The step shall compute the gradient of the mean over all its targets, as one process would; the
+# doctor measures what reaches the weights. Which samples a rank gets stays as it is. Both send once in a step, in another way than with `no_sync()`: they set `require_backward_grad_sync`,
 # which is what `no_sync()` does inside.
 #
 # In patient 8 `IGNORED` is -100. `cross_entropy(..., reduction="sum")` gives the sum of the losses, without those of
@@ -750,7 +752,8 @@ plot.calls(
 # %% [markdown]
 # One number meets a bucket of 18,624. What happens then depends on the backend and on luck: NCCL hangs until its
 # time-out of ten minutes, or ends with wrong numbers; gloo hangs, or aborts the process, or adds a loss to a gradient.
-# So the place where a job stands still is often **not** the place of the fault.
+# So the place where a job stands still is often **not** the place of the fault. And not all calls look like one: `DDP(model)`
+# sends weights, so a guide's `if dist.get_rank() == 0: model = DDP(model)` stands still as well.
 #
 # The same holds for a job that ends with an error. Here rank 1 cannot read a file, and rank 0 is in an all-reduce. Which
 # of the two messages is the one to read?
@@ -784,16 +787,16 @@ for rank, (seconds, message) in enumerate(pair.run(one_rank_fails)):
 # in lesson 01, section 7: `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares the shapes of all calls, and `monitored_barrier`
 # names the ranks that have not come.
 #
-# The doctor compares the calls before they begin, and the forward passes of DDP, which may send as well. Each rank
-# writes into the store what it is about to call, and goes on when all have written the same. Otherwise it stops the
-# training with an error, instead of a hang:
+# The doctor compares the calls before they begin, and those of DDP as well. For that it uses a **store**, a small
+# dictionary that all ranks of a job share. `init_process_group` makes one, on which the ranks find each other, and it goes
+# on working when collectives do not. Each rank writes into it what it is about to call, and goes on when all have written
+# the same. Otherwise the doctor stops the training with an error, instead of a hang:
 
 # %% tags=["raises-exception"] raises="RankError: rank 0: FindingError: skipped call: rank 0 calls all_reduce"
 pair.run(clinic.watched, 11)
 
 # %% [markdown]
-# A **store** is a small dictionary that all ranks of a job share. `init_process_group` makes one, on which the ranks
-# find each other. It goes on working when collectives do not:
+# You can use a store yourself, with three of its methods:
 #
 # - `store.set(key, text)` writes;
 # - `store.wait([key], timedelta(seconds=s))` returns when the key is there. If it does not come in time, it raises a
@@ -930,7 +933,7 @@ check("7.7", pair, patient_11, patient_15)
 # rank.
 
 # %% [markdown]
-# ## 8. Seven pieces of advice (core, 11 min)
+# ## 8. Eight pieces of advice (core, 12 min)
 #
 # These sentences stand in guides and answers on the web. Each can be tested with what you know. First four of them.
 #
@@ -978,27 +981,40 @@ compare("4 is true", checkpointing_breaks_ddp, checkpointing_gap > ROUNDING)
 # 4. With `use_reentrant=False` it works. The older, reentrant kind runs a second backward inside the first one, and
 #    that breaks the search for unused parameters; there the sentence was often true.
 #
-# And here are three that a long guide to DDP builds on:
+# And here are four that a long guide to DDP builds on:
 #
 # 5. "Move the loss to the GPU, `CrossEntropyLoss().to(device)`: by default it is on the CPU, and the devices differ."
 # 6. "A BatchNorm that is not synchronised makes the models of the ranks diverge: their weights differ."
 # 7. "Measure a whole step, and in it the time of forward and backward. The difference is the time of the
 #    communication."
+# 8. "Test DDP: after backward fill each gradient with the rank's number. The mean of all ranks' numbers must stand
+#    there, or DDP does not synchronise."
 #
 # For 6 we train with DDP and a plain BatchNorm, on other samples on each rank, and stop after the fourth step of the
 # optimizer. Then we compare the ranks' weights, and their running averages of mean and variance. For 7 a hook on DDP
 # sends each bucket through a link of two kinds: over one it takes no time, over the other 20 ms. If the difference is
 # the communication, it is 20 ms longer over the second one.
 #
-# **Predict** whether 5 and 7 are true. And for 6: what differs between the ranks after the fourth step? `"nothing"`,
-# the `"averages"`, the `"weights"`, or `"both"`?
+# **Predict** whether 5 and 7 are true. For 6: what differs between the ranks after the fourth step? `"nothing"`, the
+# `"averages"`, the `"weights"`, or `"both"`? And for 8: does a healthy DDP pass this test?
 
 # %% tags=["predict"]
 the_loss_has_a_device = False
 differs_with_batch_norm = "averages"
 the_difference_is_communication = False
+healthy_ddp_passes = False
 
 # %%
+def mean_stands_there(rank):
+    """The guide's test of DDP: is the mean of the ranks' numbers in each gradient?"""
+    model = DDP(small_model())
+    inputs, targets = text_samples(512)[:32]
+    cross_entropy(model(inputs), targets).backward()
+    for param in model.parameters():
+        param.grad.fill_(rank)
+    mean = (0 + 1) / 2
+    return all(param.grad.mean() == mean for param in model.parameters())
+
 criterion = torch.nn.CrossEntropyLoss()
 tensors = [*criterion.parameters(), *criterion.buffers()]
 weights_gap, averages_gap = pair.run(clinic.gaps_with_batch_norm)[0]
@@ -1009,9 +1025,11 @@ for link_s in (0.0, 0.02):
     print(f"without forward and backward {1e3 * difference_s:.1f} ms")
     differences_s.append(difference_s)
 more_s = differences_s[1] - differences_s[0]
+passes = pair.run(mean_stands_there)
 
 print(f"tensors of a CrossEntropyLoss: {len(tensors)}")
 print(f"with BatchNorm: weights {weights_gap:.1g} apart, averages {averages_gap:.1g}")
+print(f"the test of gradients is passed on rank 0: {passes[0]}, on rank 1: {passes[1]}")
 
 compare("5 is true", the_loss_has_a_device, len(tensors) > 0)
 found = {
@@ -1023,6 +1041,7 @@ found = {
 differs = found[weights_gap > ROUNDING, averages_gap > ROUNDING]
 compare("6, differs", differs_with_batch_norm, differs, options=found.values())
 compare("7 is true", the_difference_is_communication, more_s > 0.5 * 0.02)
+compare("8, a healthy DDP passes", healthy_ddp_passes, all(passes))
 
 # %% [markdown]
 # None of these is true either:
@@ -1035,22 +1054,27 @@ compare("7 is true", the_difference_is_communication, more_s > 0.5 * 0.02)
 # 7. DDP communicates **within** backward. The slow link makes the step longer by 20 ms, and the difference stays what
 #    it was: `zero_grad` and the optimizer's step. One has to compare with a step that sends nothing, under `no_sync()`,
 #    or ask the profiler, as section 13 does.
+# 8. DDP averages **within** backward, and nothing communicates after it. What is filled in then stays, and the test fails
+#    wherever it runs. Take the gradients as they are: compare them between ranks (section 2), and with one process
+#    (section 6).
 #
 # One more is not tested here: "Use DDP, not `torch.nn.DataParallel`, which is two to three times as slow." It needs two
-# GPUs; without one `DataParallel` calls the module itself, once. It is one process with a thread for each GPU. In **each**
-# step it copies the weights to all GPUs, gathers all outputs on the first one, and adds all gradients there. PyTorch
-# recommends DDP even on a single node, but it does not call `DataParallel` deprecated. How slow it is depends on the
-# links: Hugging Face measured 200 steps of GPT-2 on two TITAN RTX (PyTorch 1.8; see the sources), and `DataParallel` took
-# 110.6 s, DDP 101.9 s, and DDP 131.4 s when the direct link between the two GPUs was switched off.
+# GPUs; without one `DataParallel` calls the module itself, once. It is one process with a thread for each GPU, and Python
+# lets only one thread run Python code at a time. In **each** step it copies the weights to all GPUs, gathers all outputs
+# on the first one, and adds all gradients there. PyTorch recommends DDP even on a single node, but does not call
+# `DataParallel` deprecated. How slow it is depends on the links: Hugging Face measured 200 steps of GPT-2 on two TITAN RTX
+# (PyTorch 1.8; see the sources), and `DataParallel` took 110.6 s, DDP 101.9 s, and DDP 131.4 s when the direct link
+# between the two GPUs was switched off.
 
 # %% [markdown]
-# ## 9. The arguments of DDP, and its checkpoints (core, 15 min)
+# ## 9. The arguments of DDP, and its checkpoints (core, 14 min)
 #
 # You have met two arguments of DDP, `find_unused_parameters` and `forward_sync_buffers`. These are the others that
 # scripts contain.
 #
 # **`device_ids=[local_rank]`** makes `forward` move the **inputs** to that GPU. It moves nothing else: model and targets
-# are still yours to move. It takes one GPU, and on the CPU it is refused:
+# are still yours to move. (`output_device=`, which guides pass beside it, moves nothing.) It takes one GPU, and a model
+# that is on the CPU is refused:
 
 # %% tags=["raises-exception"] raises="RankError: rank ... ValueError: DistributedDataParallel device_ids and output_device"
 def with_a_gpu_that_is_not_there(rank):
@@ -1059,9 +1083,69 @@ def with_a_gpu_that_is_not_there(rank):
 pair.run(with_a_gpu_that_is_not_there)
 
 # %% [markdown]
-# What is on the wrong device, the doctor says. It needs GPUs for that, so the next cell writes down by hand what two ranks
-# of a script with `cuda:0` in it would have noted: both are on the same GPU, and rank 1 has given the model inputs from
-# the CPU in eight forward passes. What the doctor makes of it is real.
+# **What is on the wrong device?** Three mistakes are common. A part of the model is not moved to the GPU; the targets
+# are not; or the model is moved after it was wrapped, `DDP(model).to(device)`. Two of the three can be tried without a
+# GPU, because PyTorch has one more device on every machine: `meta`, on which a tensor has a shape and no numbers. In place
+# of the third the model goes to float64, with `.double()`. As for `.to(device)`, PyTorch puts new memory into each
+# weight, in the same function of its source.
+#
+# **Predict.** Two of the three end with an error. With the other one both ranks train on, each a model of its own. Is it
+# `"part"`, `"targets"`, or `"after wrapping"`?
+
+# %% tags=["predict"]
+trains_on = "after wrapping"
+
+# %%
+from labcode.teach.labs.l07_patients.common import apart
+
+
+def part(inputs, targets):
+    model = small_model()
+    model[4].to("meta")
+    DDP(model)
+
+def targets_elsewhere(inputs, targets):
+    cross_entropy(small_model()(inputs), targets.to("meta"))
+
+def moved_after_wrapping(inputs, targets):
+    model = DDP(small_model())
+    model.double()
+    clinic.train(model, steps=3)  # of SGD, on other samples on each rank
+    return f"no error, and a weight is {apart(model):.3f} from the mean of the ranks"
+
+def outcome(rank, mistake):
+    """Whether a mistake ends with an error, and its first line or what is returned."""
+    torch.manual_seed(0)
+    try:
+        returned = mistake(*text_samples(512)[:32])
+    except (RuntimeError, ValueError) as error:
+        return True, str(error).splitlines()[0]
+    return False, returned
+
+mistakes = {
+    "part": part, "targets": targets_elsewhere, "after wrapping": moved_after_wrapping,
+}
+silent = []
+for name, mistake in mistakes.items():
+    has_error, said = pair.run(outcome, mistake)[0]
+    print(f"{name}: {said}")
+    if not has_error:
+        silent.append(name)
+compare("trains on", trains_on, silent[0], options=mistakes)
+
+# %% [markdown]
+# The first sentence is DDP's. Where an operation meets a CPU and a GPU, PyTorch words the second one otherwise: it begins
+# with "Expected all tensors to be on the same device", and names both devices.
+#
+# The third mistake is the dangerous one, and guides promise an error for it. A weight that gets memory on another device
+# also gets a new place in the graph that autograd walks through. DDP's hook stays at the old place, where nobody comes by
+# any more. (See the sources: a model went to the CPU between two epochs, and back.) You are warned only if the group has
+# no backend for the CPU, as after `init_process_group("nccl")`: then DDP cannot wrap a model that is on the CPU, and says
+# "No backend type associated with device type cpu".
+#
+# The doctor finds it as it found patient 6, whose layer was put in later. Two more findings need GPUs, so the next cell
+# writes down by hand what two ranks of a script with `cuda:0` in it would have noted: both are on the same GPU, and rank 1
+# has given the model inputs from the CPU in eight forward passes. What the doctor makes of it is real.
 
 # %% tags=["nbval-check-output"]
 from labcode.doctor.facts import Facts
@@ -1073,8 +1157,8 @@ for finding in judge([by_rank_0, by_rank_1]):
     print(finding)
 
 # %% [markdown]
-# Targets that were not moved, and a model of which one part was left behind, are found by PyTorch itself: "Expected all
-# tensors to be on the same device" names both devices.
+# Over NCCL the second one does not come to its first step: NCCL refuses two ranks on one GPU, with "Duplicate GPU
+# detected" (see the sources).
 #
 # **`static_graph=True`** promises that every step uses the same parameters, and in the same way. DDP then watches the
 # first step, and takes what it has seen for granted afterwards. Section 8 has counted that the search for unused
@@ -1122,59 +1206,13 @@ compare("third step", static_in_the_third, static[2], within=1, found="counted")
 
 # %% [markdown]
 # A model whose graph changes, like one that takes one of two branches, breaks the promise: there only the search is
-# right. `gradient_as_bucket_view=True` lets the gradients lie in the buckets, which saves their copy (lesson 16, section
-# 2).
+# right. `gradient_as_bucket_view=True` lets the gradients lie in the buckets, which saves their copy (lesson 05, section
+# 5, counts the bytes).
 #
-# **`torch.compile` and DDP** go together in either order. Compiled alone, the model is one graph, and all its gradients
-# would be ready at the same moment, at the end: nothing could be sent meanwhile. So PyTorch cuts the graph where DDP's
-# buckets end. The cell counts the pieces; its "compiler" does nothing but count. It also prints the name of a parameter
-# in the state dict, which says how the model is wrapped.
-
-# %%
-import torch._dynamo
-
-
-class EightLayers(torch.nn.Module):
-    """1 MiB of gradients in each layer."""
-
-    def __init__(self):
-        super().__init__()
-        layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(8)]
-        self.layers = torch.nn.ModuleList(layers)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
-
-def pieces(rank, order):
-    """How many graphs are compiled, and the name of the first parameter."""
-    torch._dynamo.reset()
-    graphs = []
-
-    def count(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    model = EightLayers()
-    if order == "no DDP":
-        model = torch.compile(model, backend=count)
-    elif order == "torch.compile(DDP(model))":
-        model = torch.compile(DDP(model, bucket_cap_mb=4), backend=count)
-    else:
-        model = DDP(torch.compile(model, backend=count), bucket_cap_mb=4)
-    for _ in range(2):
-        model(torch.ones(2, 512)).sum().backward()
-    return len(graphs), next(iter(model.state_dict()))
-
-for order in ("no DDP", "torch.compile(DDP(model))", "DDP(torch.compile(model))"):
-    number, name = pair.run(pieces, order)[0]
-    print(f"{order:26} graphs: {number}   {name}")
-
-# %% [markdown]
-# **Names in a checkpoint.** `_orig_mod.` comes from `torch.compile`, and `module.` from DDP. A file that was saved from
-# the DDP model does not fit the bare model, and the other way round. Save `model.module.state_dict()`, on rank 0; for a
-# file that has the prefix already, PyTorch has a function that takes it off:
+# **Names in a checkpoint.** DDP puts `module.` before the name of each weight (and `torch.compile`, of which section 13
+# has more, `_orig_mod.`). A file that was saved from the DDP model does not fit the bare model, and the other way round.
+# Save `model.module.state_dict()`, on rank 0; for a file that has the prefix already, PyTorch has a function that takes
+# it off:
 
 # %%
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
@@ -1213,14 +1251,40 @@ torch.load(file, map_location=note)
 print("the file says:", remembered)
 
 # %% [markdown]
-# So write `torch.load(path, map_location="cpu")`, load into the model, and then move and wrap it. If one rank has just
-# written the file, the others wait for it at a `dist.barrier()`. Only the weights could also be loaded on rank 0 alone,
-# before wrapping, because DDP sends them. The state of the optimizer is sent by nobody.
+# So write `torch.load(path, map_location="cpu")`, load into the model, and then move and wrap it. Only the weights could
+# also be loaded on rank 0 alone, before wrapping, because DDP sends them. The state of the optimizer is sent by nobody.
 #
-# **Mixed precision.** A `GradScaler` (lesson 18, section 2, writes one) multiplies the loss, so that small gradients of
-# 16 bits do not become 0, and leaves out a step whose gradients are inf or NaN. Each rank has its own, and they never
-# talk to each other. In the second step here the inputs of rank 1 are so large that its gradients overflow; those of
-# rank 0 are ordinary.
+# **The barrier.** If rank 0 writes a file that all ranks read next, the others have to wait until it is there.
+
+# %%
+import time
+
+
+def written_and_read(with_barrier):
+    """What this rank finds in the file that rank 0 writes."""
+    if dist.get_rank() == 0:
+        time.sleep(0.3)  # a large model takes longer
+        torch.save(small_model().state_dict(), "runs/model.pt")
+    if with_barrier:
+        dist.barrier()
+    try:
+        return f"{len(torch.load('runs/model.pt', map_location='cpu'))} tensors"
+    except FileNotFoundError:
+        return "no such file"
+
+for with_barrier in (False, True):
+    found = clinic.in_a_folder(pair, written_and_read, with_barrier)
+    print(f"barrier {with_barrier}: rank 0 {found[0]}, rank 1 {found[1]}")
+
+# %% [markdown]
+# The barrier stands after the `if`, where all ranks come by. (It does not help against a job that ends while it writes:
+# lesson 17, section 2.)
+#
+# **Mixed precision.** Within `torch.autocast` matrix products are computed in 16 bits. With float16 small gradients become
+# 0, and so a `GradScaler` (lesson 18, section 2, writes one) multiplies the loss; it also leaves out a step whose
+# gradients are inf or NaN. DDP needs nothing more for either. Each rank has its own scaler, and they never talk to each
+# other. In the second step here the inputs of rank 1 are 100,000, more than float16 can hold, so that its gradients
+# overflow; those of rank 0 are ordinary.
 #
 # **Predict.** What does rank 0 do in this step: does it leave it out, `True` or `False`?
 
@@ -1233,15 +1297,17 @@ def three_scaled_steps(rank):
     torch.manual_seed(0)
     model = DDP(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     seen = []
     for step in range(3):
         inputs = torch.ones(2, 4)
         if rank == 1 and step == 1:
-            inputs = 1e35 * inputs
+            inputs = 1e5 * inputs
         before = model.module.weight.detach().clone()
         optimizer.zero_grad()
-        scaler.scale(model(inputs).mean()).backward()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(inputs).float().mean()
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         has_moved = not torch.equal(model.module.weight, before)
@@ -1526,7 +1592,7 @@ plot.bars(
 # ranks, and DDP averages what is a sum already).
 
 # %% [markdown]
-# ## 13. Is a second rank worth it? (optional, 35 min)
+# ## 13. Is a second rank worth it? (optional, 40 min)
 #
 # **Scaling efficiency** is the time of a step on one rank, divided by the time of a step on p ranks with p times the
 # batch: 1 is perfect. Without overlap a step on p ranks is the same work plus the message:
@@ -1600,6 +1666,30 @@ plot.lines(
 #
 # This is also what to do with a small model that scales badly: a larger batch on each rank, accumulation, or fewer ranks.
 # All three give a message more samples.
+#
+# Mind what you divide by what. A guide times N steps on one GPU, and N steps of DDP on four with the same batch on each. It
+# calls the ratio of the two times the speed-up, and a quarter of it the efficiency. If DDP scales perfectly, both take
+# equally long, and the guide reports a speed-up of 1 and an efficiency of 25 %. Its four GPUs have seen four times as many
+# samples: compare samples per second.
+#
+# The same guide recommends variables of NCCL. Before you export one, ask the doctor. It looks at those that are set when
+# you type `python -m labcode.doctor`; here it is given four of the guide's, and a machine whose network card is called
+# `ens5`.
+
+# %% tags=["nbval-check-output"]
+from labcode.doctor.variables import check_variables
+
+ADVISED = {
+    "NCCL_DEBUG": "INFO",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "eth0",
+}
+for checked in check_variables(ADVISED, interfaces=["lo", "ens5"], num_cores=8):
+    print(f"{checked.found}; cure: {checked.cure}\n")
+
+# %% [markdown]
+# Each of them can be right for an hour, to find a fault. [The checklist](../book/guide/ddp.md) has the others.
 #
 # **Takeaway: when scaling is bad, first look at the samples per rank, then at the network.**
 #
@@ -1724,6 +1814,55 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 #
 # **Takeaway: tune buckets and hooks by a recording of your own job. What is hidden says where a gain can come from; the
 # length of the step, against its scatter, says whether there is one.**
+#
+# ### The buckets of a compiled model
+#
+# `torch.compile` and DDP go together in either order. Compiled alone, the model is one graph, and all its gradients
+# would be ready at the same moment, at the end: nothing could be sent meanwhile. So PyTorch cuts the graph into pieces of
+# the size of a bucket. (It takes 1 MiB for the first of them even if you have named a size, so that 8 MiB in buckets of 4
+# are three pieces, of 1, 4 and 3 MiB from the last layer on.) The cell counts them; its "compiler" does nothing but count. It also prints the
+# name of a parameter in the state dict, which says how the model is wrapped.
+
+# %%
+import torch._dynamo
+
+
+class EightLayers(torch.nn.Module):
+    """1 MiB of gradients in each layer."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(8)]
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+def pieces(rank, order):
+    """How many graphs are compiled, and the name of the first parameter."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = EightLayers()
+    if order == "no DDP":
+        model = torch.compile(model, backend=count)
+    elif order == "torch.compile(DDP(model))":
+        model = torch.compile(DDP(model, bucket_cap_mb=4), backend=count)
+    else:
+        model = DDP(torch.compile(model, backend=count), bucket_cap_mb=4)
+    for _ in range(2):
+        model(torch.ones(2, 512)).sum().backward()
+    return len(graphs), next(iter(model.state_dict()))
+
+for order in ("no DDP", "torch.compile(DDP(model))", "DDP(torch.compile(model))"):
+    number, name = pair.run(pieces, order)[0]
+    print(f"{order:26} graphs: {number}   {name}")
 
 # %% [markdown]
 # ## 14. Homework: five more patients (optional, 25 min)
@@ -1903,5 +2042,8 @@ pair.close()
 # - Hugging Face 2024, *Fixing Gradient Accumulation*: https://huggingface.co/blog/gradient_accumulation
 # - Hugging Face, *Efficient Training on Multiple GPUs*, the times of DataParallel and DDP:
 #   https://github.com/huggingface/transformers/blob/032b32abfb07ba36e8fc1a8e5251514523edce34/docs/source/en/perf_train_gpu_many.md
+# - PyTorch, issue 104336 (2023), a DDP model that was moved to the CPU and back, and no longer averages its gradients:
+#   https://github.com/pytorch/pytorch/issues/104336
+# - NVIDIA Megatron-LM, issue 661, two ranks on one GPU over NCCL: https://github.com/NVIDIA/Megatron-LM/issues/661
 # - PyTorch 2.13, `torch/nn/parallel/distributed.py` and `torch/_dynamo/backends/distributed.py`: the arguments of DDP,
 #   and where a compiled graph is cut

@@ -81,8 +81,8 @@ plot.digits(
 # called **mixed radix**.
 #
 # **Predict.** The same sizes, but in the order `pp-dp-tp-cp`: pp ticks fastest. What are the coordinates tp, dp and pp
-# of rank 13? And with which other rank does it add up its gradients? That is the rank which agrees with it in everything
-# but dp.
+# of rank 13? And with which other rank does it add up its gradients? That is the rank which agrees with it in
+# everything but dp.
 
 # %% tags=["predict"]
 pp_of_13 = 13 % 2
@@ -196,9 +196,9 @@ print("along dp and cp:", four_axes.groups("dp", "cp"))
 # ### Exercise 8.2 · All groups, along any axes
 #
 # This function is the heart of every framework for large models; Megatron-LM calls it its rank generator. `order` and
-# `sizes` are those of exercise 8.1; you may call your `my_coords` or divide once more. `axes` is a tuple with any number
-# of axes: `("tp",)`, `("dp", "cp")`, or even `()`, whose groups are single ranks. Return a list of groups, each of them
-# a list of ranks that ascend. The order of the groups is up to you.
+# `sizes` are those of exercise 8.1; you may call your `my_coords` or divide once more. `axes` is a tuple with any
+# number of axes: `("tp",)`, `("dp", "cp")`, or even `()`, whose groups are single ranks. Return a list of groups, each
+# of them a list of ranks that ascend. The order of the groups is up to you.
 
 # %% tags=["exercise"]
 def my_groups(sizes, order, axes):
@@ -390,26 +390,26 @@ for rank, found in enumerate(ranks.run(in_plain_pytorch)):
 #
 # Libraries of today split dp by what its ranks share out. torchtitan's configuration has the sizes `dp_replicate` and
 # `dp_shard`: along dp_shard the ranks share out weights and optimizer, along dp_replicate they hold copies. Both
-# together are called **HSDP**, hybrid sharded data parallel (lesson 13). Beside them stand `cp`, `tp`, `pp` and `ep`, and
-# weights are sharded over dp_shard and cp as one group.
+# together are called **HSDP**, hybrid sharded data parallel (lesson 13). Beside them stand `cp`, `tp`, `pp` and `ep`,
+# and weights are sharded over dp_shard and cp as one group.
 
 # %% [markdown]
 # **Takeaway: every rank makes every group, in the same order. If one does not, the others hang when you are lucky, and
 # get wrong sums when you are not.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Sizes whose product is not the number of ranks are the commonest mistake of all, and the cheapest:
-# `Grid.create` says what was computed, what was found, and what to do. Let the room fill in the last column of the table before they see it. In 8.3 most write `for
-# axis in groups_of`, and learn from the check that call 1 differs between the ranks; some make only the groups they are
-# in. That second version can even seem to work here, because every rank is in one group of each axis. But [0, 1] and
-# [2, 3] then get the same name, and their members write their addresses under the same keys, so it is luck who meets
-# whom.
+# *For the instructor.* Sizes whose product is not the number of ranks are the commonest mistake of all, and the
+# cheapest: `Grid.create` says what was computed, what was found, and what to do. Let the room fill in the last column
+# of the table before they see it. In 8.3 most write `for axis in groups_of`, and learn from the check that call 1
+# differs between the ranks; some make only the groups they are in. That second version can even seem to work here,
+# because every rank is in one group of each axis. But [0, 1] and [2, 3] then get the same name, and their members write
+# their addresses under the same keys, so it is luck who meets whom.
 
 # %% [markdown]
 # ## 4. What crosses between nodes (core, 25 min)
 #
-# A cluster has two kinds of links. Inside a node, GPUs talk over NVLink. Between nodes each GPU has a network adapter; a
-# common one, InfiniBand NDR, carries 400 Gb/s, which is 50 GB/s. labcode keeps such rates in a table, each with its
+# A cluster has two kinds of links. Inside a node, GPUs talk over NVLink. Between nodes each GPU has a network adapter;
+# a common one, InfiniBand NDR, carries 400 Gb/s, which is 50 GB/s. labcode keeps such rates in a table, each with its
 # source, and this is its entry for nodes of 8 H100. Inside a node it has what collectives reach, which is less than the
 # 450 GB/s each way of the datasheet.
 
@@ -446,8 +446,8 @@ plot.links(
 # And in a ring all-reduce over p ranks, each link carries 2 (p - 1)/p times the tensor (lesson 01, section 3). With p =
 # 2 that is exactly once the tensor.
 #
-# Let us do the sum for dp. A rank holds half of each layer, so about half of the weights, and its gradients have 4 bytes
-# each. In the picture four links of dp cross, and each carries the gradients of one rank once.
+# Let us do the sum for dp. A rank holds half of each layer, so about half of the weights, and its gradients have 4
+# bytes each. In the picture four links of dp cross, and each carries the gradients of one rank once.
 
 # %% tags=["nbval-check-output"]
 import itertools
@@ -484,9 +484,9 @@ tp_crossing = 4 * all_reduces * act_bytes
 
 # %% [markdown]
 # To check both numbers we run one real step of the model on the four ranks, forward, backward and the sum of the
-# gradients, and count. To PyTorch a collective is an operation like any other, and `CollectiveSpy` of labcode is told of
-# each one before it starts: of which ranks are in its group, and how many bytes its tensor has. `parallelize` cuts the
-# model as you will learn to do it in lesson 09.
+# gradients, and count. To PyTorch a collective is an operation like any other, and `CollectiveSpy` of labcode is told
+# of each one before it starts: of which ranks are in its group, and how many bytes its tensor has. `parallelize` cuts
+# the model as you will learn to do it in lesson 09.
 
 # %%
 class BytesOfGroups(CollectiveSpy):
@@ -555,8 +555,8 @@ print(f"dp-tp: {many_bytes / few_bytes:.0f} times as many bytes between the node
 # what a rank holds, act/tp.
 #
 # **Predict.** In the usual order pp is the slowest axis, so each of the two nodes holds one stage. How many bytes cross
-# between the nodes in a step? Count the bytes of act for one rank first: dp = 2 shares out the sequences. Then count the
-# ranks that send, and what each of them holds.
+# between the nodes in a step? Count the bytes of act for one rank first: dp = 2 shares out the sequences. Then count
+# the ranks that send, and what each of them holds.
 
 # %% tags=["predict"]
 act_7b_bytes = 128 * 2048 * 4096 * 2
@@ -586,19 +586,19 @@ plot.bars(
 )
 
 # %% [markdown]
-# There are 6 orders of tp, dp and pp. On nodes of 8 only the slowest axis crosses, since the two faster ones fill a node
-# or half of one. On nodes of 4 the second axis crosses as well wherever the two faster ones have 8 ranks. So an order
-# with tp in the middle is good on nodes of 8 and bad on nodes of 4.
+# There are 6 orders of tp, dp and pp. On nodes of 8 only the slowest axis crosses, since the two faster ones fill a
+# node or half of one. On nodes of 4 the second axis crosses as well wherever the two faster ones have 8 ranks. So an
+# order with tp in the middle is good on nodes of 8 and bad on nodes of 4.
 #
-# Which of dp and pp should be the slowest axis? The bytes of pp grow with the batch and those of dp do not, but dp's can
-# be sent while the ranks still compute (lesson 05, section 2). Both choices exist. Llama 3 was trained with dp slowest,
-# in the order TP, CP, PP, DP. Megatron-LM's default is `tp-cp-ep-dp-pp`.
+# Which of dp and pp should be the slowest axis? The bytes of pp grow with the batch and those of dp do not, but dp's
+# can be sent while the ranks still compute (lesson 05, section 2). Both choices exist. Llama 3 was trained with dp
+# slowest, in the order TP, CP, PP, DP. Megatron-LM's default is `tp-cp-ep-dp-pp`.
 #
-# That order names a fifth axis. A model of **experts** has many MLPs in a layer, of which each token uses a few, and the
-# ranks along **ep** (expert parallel) hold different ones. The sizes do not all multiply, though. The layers of experts
-# have a **grid of their own over the same ranks**: ep times the tp inside an expert times pp times the copies that are
-# left. Attention uses one grid, the experts the other, and only pp is the same in both (Liu et al. 2025 call it parallel
-# folding). Eight ranks can be tp = 2 and dp = 4 for attention, and ep = 8 for the experts.
+# That order names a fifth axis. A model of **experts** has many MLPs in a layer, of which each token uses a few, and
+# the ranks along **ep** (expert parallel) hold different ones. The sizes do not all multiply, though. The layers of
+# experts have a **grid of their own over the same ranks**: ep times the tp inside an expert times pp times the copies
+# that are left. Attention uses one grid, the experts the other, and only pp is the same in both (Liu et al. 2025 call
+# it parallel folding). Eight ranks can be tp = 2 and dp = 4 for attention, and ep = 8 for the experts.
 #
 # **Takeaway: the bytes between nodes can be predicted before anything runs. Put the axis that sends most inside the
 # node. That is tp; whether dp or pp comes last depends on the batch, and on what can be hidden.**
@@ -612,13 +612,13 @@ plot.bars(
 # another, and the other two do nothing, as in the picture on the left.
 #
 # NCCL does better. It lays **several rings** through the same ranks, each in a different order, so that each leaves the
-# node through a different GPU, and gives each ring its share of the tensor. If a group has g ranks in each node, g rings use g
-# adapters. (Messages in the picture go in both directions because the rings do.)
+# node through a different GPU, and gives each ring its share of the tensor. If a group has g ranks in each node, g
+# rings use g adapters. (Messages in the picture go in both directions because the rings do.)
 #
 # The third way goes in **two levels**. First the ranks of a node share out their sum: a reduce-scatter inside the node
-# leaves each of them with a part, 1/g of the tensor, summed over the node. Then each adds up its part with the ranks that
-# hold the same part in the other nodes: an all-reduce between nodes, over its own adapter. Finally an all-gather inside
-# the node puts the parts together.
+# leaves each of them with a part, 1/g of the tensor, summed over the node. Then each adds up its part with the ranks
+# that hold the same part in the other nodes: an all-reduce between nodes, over its own adapter. Finally an all-gather
+# inside the node puts the parts together.
 
 # %% tags=["figure"]
 plot.ways_over_nodes(
@@ -668,8 +668,8 @@ check("8.4", all_reduce_in_two_levels, ranks)
 # its sender sleeps for as long as such a link would take.
 #
 # **Predict.** How many milliseconds does an all-reduce of 4 MB take on one ring, on two rings, and in two levels? Count
-# for each way the bytes that go over one adapter, in one direction. A ring over four ranks carries 2 · 3/4 of its tensor
-# on each link.
+# for each way the bytes that go over one adapter, in one direction. A ring over four ranks carries 2 · 3/4 of its
+# tensor on each link.
 
 # %% tags=["predict"]
 one_ring_ms = 2 * 3 / 4 * 4e6 / 10e6 * 1e3
@@ -690,8 +690,9 @@ for name, way in zip(NAMES, PREDICTED_MS):
     compare(name, PREDICTED_MS[way], measured_ms, within=1.3, unit="ms")
 
 # %% [markdown]
-# (Two levels take a little longer than predicted, because the reduce-scatter and the all-gather inside the nodes need 10
-# ms each and we left them out. The tolerance of 1.3 is for those, and for the time that sending takes on this machine.)
+# (Two levels take a little longer than predicted, because the reduce-scatter and the all-gather inside the nodes need
+# 10 ms each and we left them out. The tolerance of 1.3 is for those, and for the time that sending takes on this
+# machine.)
 #
 # Now for any group: N bytes on n ranks in k nodes, g = n/k in each. Bytes over each adapter that is used:
 #
@@ -701,8 +702,8 @@ for name, way in zip(NAMES, PREDICTED_MS):
 # | g rings | 2 (n-1)/n · N/g | g · adapter |
 # | two levels | 2 (k-1)/k · N/g | (n-1)/(k-1) · adapter |
 #
-# The last column is how such times are usually quoted. The **bus bandwidth** is the rate that the links of a single ring
-# would need to be as fast: its bytes, 2 (n-1)/n · N, divided by the time. For two levels, with n = g k, this is
+# The last column is how such times are usually quoted. The **bus bandwidth** is the rate that the links of a single
+# ring would need to be as fast: its bytes, 2 (n-1)/n · N, divided by the time. For two levels, with n = g k, this is
 #
 # $$\frac{2\,(n-1)/n \cdot N}{2\,(k-1)/k \cdot N/g} \cdot \text{adapter} = \frac{n - 1}{k - 1} \cdot \text{adapter}.$$
 #
@@ -761,9 +762,10 @@ print(f"tp with two a node:      {tp_bytes / turned_rate:.2f} s")
 print(f"tp with one in a node:   {tp_bytes / spread_rate:.2f} s")
 
 # %% [markdown]
-# So the bytes alone do not forbid tp across nodes when several GPUs of each node take part. It stays inside all the same,
-# for three reasons. The next matrix product needs the sum, so little of this time can hide behind computing. Each of the
-# all-reduces pays the network's latency. And the adapters are needed by what has no other way, the messages of dp and pp.
+# So the bytes alone do not forbid tp across nodes when several GPUs of each node take part. It stays inside all the
+# same, for three reasons. The next matrix product needs the sum, so little of this time can hide behind computing. Each
+# of the all-reduces pays the network's latency. And the adapters are needed by what has no other way, the messages of
+# dp and pp.
 #
 # Two things about real networks:
 #
@@ -775,8 +777,8 @@ print(f"tp with one in a node:   {tp_bytes / spread_rate:.2f} s")
 #   2024). What this lesson calls a node is then the domain of 72 and not the host: tp = 16 stays inside, and a dp group
 #   of 64 never uses the network. Launchers still start 4 ranks on a host.
 #
-# **Takeaway: a group over several nodes can use the adapters of all its ranks: about min(inside, (n-1)/(k-1) · adapter),
-# on few nodes rather g · adapter. One rank of the group in each node is the slow case.**
+# **Takeaway: a group over several nodes can use the adapters of all its ranks: about min(inside, (n-1)/(k-1) ·
+# adapter), on few nodes rather g · adapter. One rank of the group in each node is the slow case.**
 
 # %% [markdown]
 # ## 6. Choose a grid (core, 20 min)
@@ -796,8 +798,8 @@ print(f"tp with one in a node:   {tp_bytes / spread_rate:.2f} s")
 #   is idle for (pp - 1)/m of the computing time (Narayanan et al. 2021; lesson 12 shows it). With micro-batches of one
 #   sequence, m = 512/dp.
 #
-# `table(costs(...))` prints all three for any grid. Here is one that fills each node with tp and has no pipeline. Change
-# it and run the cell as often as you like.
+# `table(costs(...))` prints all three for any grid. Here is one that fills each node with tp and has no pipeline.
+# Change it and run the cell as often as you like.
 
 # %% tags=["nbval-check-output"]
 from labcode.teach.labs.l08_costs import cheapest, costs, table
@@ -836,10 +838,10 @@ check("8.5", my_grid)
 # costs is proportional to tp - 1, even on NVLink. The rule "tensor parallel inside the node" says **where** tp belongs
 # and how large it can be. It does not say how large it should be.
 #
-# What about no tp and no pp at all? With dp = 64 the weights and gradients, 4 bytes for each parameter, are too large for
-# 30 GB. But these can be shared out over dp as well: each rank keeps 1/64 of everything, and gathers the weights when it
-# needs them. That is ZeRO stage 3, or FSDP, and lesson 13 builds it. Here it takes one more all-gather, since the
-# weights are gathered for forward and again for backward. (We let a rank compute its 8 sequences in one go.)
+# What about no tp and no pp at all? With dp = 64 the weights and gradients, 4 bytes for each parameter, are too large
+# for 30 GB. But these can be shared out over dp as well: each rank keeps 1/64 of everything, and gathers the weights
+# when it needs them. That is ZeRO stage 3, or FSDP, and lesson 13 builds it. Here it takes one more all-gather, since
+# the weights are gathered for forward and again for backward. (We let a rank compute its 8 sequences in one go.)
 
 # %% tags=["nbval-check-output"]
 fully_sharded = costs(model_13b, GridShape(dp=64), batch=512, sharded="everything")
@@ -853,7 +855,8 @@ print(table(fully_sharded))
 #
 # Take the same model and the same 512 sequences, and more and more GPUs. For each tp we look for the best grid with
 # these GPUs, with the optimizer shared out and 30 GB as before. (cp shares out the tokens of a sequence and could help
-# as well; here we keep it at 1.)
+# as well; here we keep it at 1.) Beside them we put sharding everything over all GPUs, without tp and pp. It can go up
+# to 512 GPUs, as each needs a sequence.
 #
 # **Predict.** Which tp loses least on 64, on 256 and on 1,024 GPUs: 1, 2, 4 or 8? Think of what each further GPU is
 # used for when tp = 1.
@@ -872,6 +875,11 @@ for tp in (1, 2, 4, 8):
         grid, found = cheapest(model_13b, n, batch=512, tp=tp, room_bytes=30e9)
         lost_shares[f"tp = {tp}"].append(found.lost_s / found.compute_s)
 
+everything = []
+for n in num_gpus[:4]:  # up to 512
+    found = costs(model_13b, GridShape(dp=n), batch=512, sharded="everything")
+    everything.append(found.lost_s / found.compute_s)
+
 def best_tp(n):
     place = num_gpus.index(n)
     best = min(lost_shares, key=lambda name: lost_shares[name][place])
@@ -880,11 +888,15 @@ def best_tp(n):
 compare("64 GPUs", best_on_64, best_tp(64), within=1, found="computed")
 compare("256 GPUs", best_on_256, best_tp(256), within=1, found="computed")
 compare("1,024 GPUs", best_on_1024, best_tp(1024), within=1, found="computed")
+lines = {name: (num_gpus, shares) for name, shares in lost_shares.items()}
+lines["all sharded over dp"] = (num_gpus[:4], everything)
 plot.lines(
-    lost_shares, x=num_gpus, logx=True, logy=True, xlabel="GPUs, always 512 sequences",
+    lines, logx=True, logy=True, xlabel="GPUs, always 512 sequences",
     ylabel="time lost / time computing",
-    title="What the best grid of each tp loses",
-    alt="Four lines, one for each tp, that climb with the number of GPUs and cross",
+    title="What the best grid of each tp loses, and sharding everything",
+    alt="Four lines, one for each tp, climb with the number of GPUs and cross; that of "
+        "sharding everything begins among the lowest and climbs in proportion to the "
+        "number of GPUs",
 )
 
 # %% [markdown]
@@ -896,13 +908,13 @@ plot.lines(
 # - **With tp = 8 the line begins high, because of what tp sends.** That falls with the number of GPUs as the computing
 #   does, so its share stays about a half. The line climbs because of the rest. tp takes more GPUs without asking for
 #   more samples.
+# - **Sharding everything** is the straight line. Its three collectives take 0.21 s on any number of GPUs, and each
+#   doubling halves the computing beside them. On 256 GPUs, which compute for 0.49 s, it loses 0.43 where tp = 2 loses
+#   0.33: beyond some 128 GPUs it needs overlap, or company.
 #
-# How does sharding everything do here, without tp and pp? Its messages take 0.21 s for any number of GPUs, and 256 GPUs
-# compute for 0.49 s. So it loses 0.43 where tp = 2 loses 0.33: beyond some 128 GPUs it needs overlap, or company.
-#
-# So tp and pp are what one adds when there are more GPUs than the batch can feed, when the messages of dp no longer hide
-# behind the little computing of a rank, or when a single layer is too large for a GPU. The rule of Narayanan et al.,
-# tensor parallel up to the size of a node and pipeline parallel beyond, is from 2021, before weights were commonly
+# So tp and pp are what one adds when there are more GPUs than the batch can feed, when the messages of dp no longer
+# hide behind the little computing of a rank, or when a single layer is too large for a GPU. The rule of Narayanan et
+# al., tensor parallel up to the size of a node and pipeline parallel beyond, is from 2021, before weights were commonly
 # shared out over dp.
 #
 # **Takeaway: share out the state over dp first. tp belongs inside the node, and costs in proportion to tp - 1 even
@@ -922,10 +934,10 @@ plot.lines(
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Let people shout grids and run the table on the projector. In the usual order these pass: dp 32
-# pp 2; dp 16 pp 4; dp 8 pp 8; dp 32 tp 2; dp 16 pp 2 tp 2; dp 8 pp 4 tp 2; and with cp = 2 dp 16 pp 2 and dp 8 pp 4. The
-# discussion is worth more than the grid: why is pp = 16 refused (40 layers), why does dp = 64 not fit (54 GB), and what
-# changes with Megatron's 18 bytes (dp = 32 with pp = 2 needs 41 GB, and no longer fits)? Derive the formula with (tp - 1)
-# on the board.
+# pp 2; dp 16 pp 4; dp 8 pp 8; dp 32 tp 2; dp 16 pp 2 tp 2; dp 8 pp 4 tp 2; and with cp = 2 dp 16 pp 2 and dp 8 pp 4.
+# The discussion is worth more than the grid: why is pp = 16 refused (40 layers), why does dp = 64 not fit (54 GB), and
+# what changes with Megatron's 18 bytes (dp = 32 with pp = 2 needs 41 GB, and no longer fits)? Derive the formula with
+# (tp - 1) on the board.
 
 # %%
 ranks.close()
@@ -939,8 +951,8 @@ ranks.close()
 #
 # All of sections 4 to 6 rests on one assumption: **ranks fill the nodes in blocks**, so that a rank's node is `rank //
 # 8`. torchrun does that. So does `srun` by default (`--distribution=block`). With `--distribution=cyclic` it deals the
-# ranks out to the nodes in turn; then a tp ring on two nodes crosses at each of its links, and no message says so. On a new
-# cluster let every rank print its host once: `srun --nodes=2 --ntasks-per-node=8 bash -c 'echo $SLURM_PROCID
+# ranks out to the nodes in turn; then a tp ring on two nodes crosses at each of its links, and no message says so. On a
+# new cluster let every rank print its host once: `srun --nodes=2 --ntasks-per-node=8 bash -c 'echo $SLURM_PROCID
 # $(hostname)'`.
 
 # %% [markdown]

@@ -888,7 +888,9 @@ compare("less for g = 4", less_for_g_4, less, found="counted", options=options)
 # over a slow link of its own. One ring over all 8 would send 28 kv over each of the two slow links that it crosses.
 #
 # Zig-zag cuts the sequence into 2p chunks. Where its length is not a multiple of 2p, labcode makes some chunks one
-# token longer than others.
+# token longer than others. Transformer Engine's ring asks for equal parts of an even length, with and without a causal
+# mask. So NERSC, which cuts 4,050 patches into parts of 1,013 and 1,011, pads all of them to 1,014. A padded place has a
+# key too: without a mask that hides it, it takes a share of every softmax.
 #
 # labcode's ring never holds a whole row of attention weights. To drop some of them, its blocks would have to draw the
 # same random numbers again in backward, which it does not do. It refuses:
@@ -1120,6 +1122,34 @@ for g, predicted in ((1, cp_to_tp), (4, cp_to_tp_for_g_4)):
     compare(f"cp / tp, g = {g}", predicted, by_cp / by_tp, within=1.01, found="counted")
 
 # %% [markdown]
+# NERSC has measured both on 16 A100, four to a node: a ViT with hidden size 1024 on maps of 4,050 patches, 64 samples in
+# a step, dp 4 with tp 4 in one run and with cp 4 in the other. Its tp goes **without** sequence parallelism. Its cp
+# gathers K and V (section 6). tp cuts the weights, and cp does not.
+#
+# **Predict.** Which of the two runs is faster, and which takes less memory of a GPU: `"tp"` or `"cp"`?
+
+# %% tags=["predict"]
+faster_at_nersc = "cp"
+less_memory_at_nersc = "cp"
+
+# %% tags=["nbval-check-output"]
+samples_per_s = {"tp": 126.4, "cp": 165.6, "tp, Transformer Engine": 156.8}
+gib_in_use = {"tp": 29.3, "cp": 26.6, "tp, Transformer Engine": 21.3}
+WAYS = ("tp", "cp")
+faster = max(WAYS, key=samples_per_s.get)
+less = min(WAYS, key=gib_in_use.get)
+compare("faster", faster_at_nersc, faster, found="published", options=WAYS)
+compare("less memory", less_memory_at_nersc, less, found="published", options=WAYS)
+for name, rate in samples_per_s.items():
+    print(f"{name:23} {rate:5.1f} samples/s, {gib_in_use[name]} GiB in use")
+
+# %% [markdown]
+# In NERSC's code tp makes six all-reduces of a [B, S, H] tensor for each layer, two in forward and four in backward,
+# because q, k and v are three products. On 4 ranks these are 9 A, and the gather sends 3 A. Without sequence parallelism
+# each rank of tp also computes and keeps the norms and the sums of all tokens. cp leaves the 151 million weights of the
+# layers whole, which at 16 bytes each are 1.8 GB more than with tp, and takes less memory even so. The third row is tp
+# with the layers of Transformer Engine, which fuse operations: the library gains nearly as much as the axis.
+#
 # cp sends less, and most of it hides, if the parts are long enough: by sections 4 and 5, 2 · 1.2 Φ/(g β) tokens. Here
 # are the numbers for nodes of eight H100, from labcode's table of clusters. Φ is what FlashAttention-2 and 3 reach in
 # forward and backward together (Shah et al. 2024), and β a GPU's share of NVLink or of the network.
@@ -1379,7 +1409,9 @@ check("11.5", my_shares)
 # - torchtitan: <https://github.com/pytorch/torchtitan/pull/2144>, <https://github.com/pytorch/torchtitan/pull/4450>,
 #   and Llama 3.1 8B with cp in `benchmarks/llama3_h100_202412_torchtitan.md`, table 2.
 # - NERSC, *Deep Learning at Scale*: a ViT under cp, weights marked for reduction, and the hook in
-#   `distributed/mappings.py`, <https://github.com/NERSC/dl-at-scale-training>.
+#   `distributed/mappings.py`, <https://github.com/NERSC/dl-at-scale-training>. The runs on 16 GPUs and the padding for
+#   Transformer Engine: its newest edition, *SC25*, logs of November 2025, third epoch,
+#   <https://github.com/NERSC/sc25-dl-tutorial>.
 # - MaxText: <https://github.com/AI-Hypercomputer/maxtext/pull/4687>: ring, gather and Ulysses side by side.
 # - Shah et al. 2024, *FlashAttention-3*, arXiv:2407.08608: what both kernels reach on an H100.
 # - Subramanian et al. 2024, *Comprehensive Performance Modeling and System Design Insights for Foundation Models*,

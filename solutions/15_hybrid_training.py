@@ -47,7 +47,7 @@ submit = hybrid_lab.Submit(lab)
 # %% [markdown]
 # ## 1. The form (core, 20 min)
 #
-# | number | who decides | what it is | in Megatron-LM |
+# | field | who decides | what it is | in Megatron-LM |
 # |---|---|---|---|
 # | world size | what you are given | ranks, one for each GPU | `torchrun --nnodes ... --nproc-per-node ...` |
 # | tp | whether the model fits, and how many GPUs a node has | ranks that share each layer | `--tensor-model-parallel-size` |
@@ -57,6 +57,7 @@ submit = hybrid_lab.Submit(lab)
 # | local batch | follows | samples of one copy: global batch / dp | computed |
 # | micro-batch | memory and efficiency | samples that go through a stage together | `--micro-batch-size` |
 # | m | follows | micro-batches of one copy in a step: local batch / micro-batch | computed |
+# | order | which messages may cross the network | the axis whose ranks are neighbours comes first (section 2) | tp-cp-ep-dp-pp; with `--use-tp-pp-dp-mapping` pp before dp |
 #
 # An example: 32 GPUs with tp = 4 and pp = 2. One copy of the model takes 8 GPUs, so there are dp = 4 copies. A global
 # batch of 256 gives each copy 64 samples, and with micro-batches of 2 these are m = 32.
@@ -136,9 +137,9 @@ compare(
 )
 
 # %% [markdown]
-# One line of arithmetic is enough to account for what these authors lost by scaling out, within 1 %. (The row of 384 GPUs
-# is the starting point, and the messages of dp are left out. Their table names 96 GPUs for a copy; tp = 8, pp = 12 and
-# 1F1B are our assumption.)
+# One line of arithmetic is enough to account for what these authors lost by scaling out, within 1 %. (The row of 384
+# GPUs is the starting point, and the messages of dp are left out. Their table names 96 GPUs for a copy; tp = 8, pp = 12
+# and 1F1B are our assumption.)
 #
 # **Takeaway: you choose tp, pp and the batch, and dp and m follow. More GPUs with the same batch mean fewer
 # micro-batches, so a larger bubble.**
@@ -238,9 +239,9 @@ print("between the nodes, tp across:", si(traffic.across_nodes(tp_across, 2), "B
 # For pp = 1 and 2 this is exact. With more stages it is an estimate: a stage in the middle sends two messages for each
 # micro-batch, and has neither the embedding nor the head.
 #
-# How fast is a message? A collective uses all adapters of its group, so `cluster.link(group)` gives the rate of the rule
-# of two levels (lesson 08, section 5), or the link inside a node if the group sits on one. A message of pp goes from one
-# rank to one other. `cluster.message_link(group)` is the slowest link from a rank of the group to the next.
+# How fast is a message? A collective uses all adapters of its group, so `cluster.link(group)` gives the rate of the
+# rule of two levels (lesson 08, section 5), or the link inside a node if the group sits on one. A message of pp goes
+# from one rank to one other. `cluster.message_link(group)` is the slowest link from a rank of the group to the next.
 #
 # A laptop has no second node, so we **emulate a cluster** with speeds that are slow enough for any laptop: each matrix
 # product takes as long as on a device of 75 MFLOP/s, each message as long as on its link, and the rank **sleeps**
@@ -311,8 +312,8 @@ check("15.2", iteration_s)
 # between the nodes.
 #
 # **Predict.** How many seconds does a step of each take, by your function? The ranks measure it afterwards. (We allow a
-# factor of 1.4: each message also costs the real processes something, which the formula leaves out, and the hybrids send
-# many.)
+# factor of 1.4: each message also costs the real processes something, which the formula leaves out, and the hybrids
+# send many.)
 
 # %% tags=["predict"]
 dp_4_s = iteration_s(model, GridShape(dp=4), 8, 2, cluster)
@@ -344,10 +345,11 @@ for name, shape in layouts.items():
 # tp across the nodes is out: its all-reduces cross the network in every layer. Between the other two it is a tie, which
 # the clock may decide either way.
 #
-# But is the formula fair? It assumes no overlap, but DDP overlaps: it sends the gradients bucket by bucket while backward still
-# computes (lesson 05, section 2). The messages of the hybrid have no such chance in our schedule, since the next product
-# or the next stage waits for them. So there is a sixth point for dp. In the **last** micro-batch the gradients are
-# final, and its backward, two thirds of its computing, can hide their all-reduce. What is longer than that remains.
+# But is the formula fair? It assumes no overlap, but DDP overlaps: it sends the gradients bucket by bucket while
+# backward still computes (lesson 05, section 2). The messages of the hybrid have no such chance in our schedule, since
+# the next product or the next stage waits for them. So there is a sixth point for dp. In the **last** micro-batch the
+# gradients are final, and its backward, two thirds of its computing, can hide their all-reduce. What is longer than
+# that remains.
 #
 # **Predict.** How many seconds does a step of dp 4 take with overlap? It has one micro-batch; take compute and dp from
 # the table above.
@@ -379,12 +381,12 @@ plot.bars(
 )
 
 # %% [markdown]
-# (It takes somewhat longer than predicted. The first bucket is full only after a part of backward, and until then nothing
-# travels. Hence the tolerance of 1.3.)
+# (It takes somewhat longer than predicted. The first bucket is full only after a part of backward, and until then
+# nothing travels. Hence the tolerance of 1.3.)
 #
-# So as long as the model fits on one GPU, data parallelism with overlap is hard to beat here. When is the hybrid faster?
-# Look at what each time depends on. Gradients travel once in a **step**, and backward can hide them only if there is
-# enough of it. Activations travel with every **micro-batch**.
+# So as long as the model fits on one GPU, data parallelism with overlap is hard to beat here. When is the hybrid
+# faster? Look at what each time depends on. Gradients travel once in a **step**, and backward can hide them only if
+# there is enough of it. Activations travel with every **micro-batch**.
 #
 # **Predict.** Suppose that a step has only 4 samples, in micro-batches of one. Which is faster then, `"dp 4"` with
 # overlap, or `"dp 2 x pp 2"`? And with 64 samples, in micro-batches of 2?
@@ -425,21 +427,27 @@ plot.lines(
 )
 
 # %% [markdown]
-# With 4 samples a rank of dp 4 has one of them, and its backward is too short to hide the gradients of the whole model. A
-# pipeline has half of the gradients on each rank, and its two copies are neighbours inside a node. With more samples the
-# all-reduce stays as long as ever, and there is more computing beside it.
+# With 4 samples a rank of dp 4 has one of them, and its backward is too short to hide the gradients of the whole model.
+# A pipeline has half of the gradients on each rank, and its two copies are neighbours inside a node. With more samples
+# the all-reduce stays as long as ever, and there is more computing beside it.
 #
-# On GPUs the limit is stated in tokens. Lesson 13, section 5, has the rule: a GPU of Φ FLOP/s on a group of bus bandwidth β
-# hides its all-reduce from about Φ/β tokens in its last micro-batch on, if gradients travel in 2 bytes. On nodes of eight
-# H100 with an adapter for each GPU these are some 2,000 tokens, also over several full nodes, and 14,000 if only one GPU
-# of each node shares the gradient.
+# On GPUs the limit is stated in tokens. Lesson 13, section 5, has the rule: a GPU of Φ FLOP/s on a group of bus
+# bandwidth β hides its all-reduce from about Φ/β tokens in its last micro-batch on, if gradients travel in 2 bytes. On
+# nodes of eight H100 with an adapter for each GPU these are some 2,000 tokens, also over several full nodes, and 14,000
+# if only one GPU of each node shares the gradient.
 #
 # What decides in practice is another question: **does it fit?** A copy of the model in each GPU is out of the question
 # for most models. Then there are two ways. One is to cut the model, over tp and pp. The other is to shard it over dp,
 # with FSDP (lesson 13): a rank keeps 1/dp of weights, gradients and optimizer, gathers the weights of a layer when it
-# needs them, and so sends 1.5 times as much as an all-reduce, in **each** micro-batch. Nearly all of that can hide behind
-# the computing of the same micro-batch. (A third way lies between them: with a pipeline one usually shards the optimizer
-# alone, ZeRO stage 1. It sends as much as plain dp. Exercise 15.3 leaves it out to stay short.)
+# needs them, and so sends 1.5 times as much as an all-reduce, in **each** micro-batch. Nearly all of that can hide
+# behind the computing of the same micro-batch.
+#
+# With a pipeline one usually shards the optimizer alone, ZeRO stage 1. Of the 16 bytes of a parameter (2+2+12, lesson
+# 08) a rank then keeps 4 + 12/dp, and sends as much as plain dp, once in a step. The gradients' half of it can hide
+# behind the last backward; the new weights are gathered after the optimizer's step. The higher stages do not suit a
+# pipeline. Stage 2 would reduce the gradients after each of the m micro-batches, and stage 3 gather the weights for
+# each. DeepSpeed refuses both, and torchtitan's FSDP keeps the weights of a stage gathered for the whole step.
+# (Exercise 15.3 leaves ZeRO-1 out to stay short. So its pipelines need more memory than they would in practice.)
 
 # %% tags=["nbval-check-output"]
 for batch, micro_batch in ((4, 1), (8, 2), (64, 2), (64, 16)):
@@ -447,15 +455,15 @@ for batch, micro_batch in ((4, 1), (8, 2), (64, 2), (64, 16)):
     print(f"FSDP, {batch:2} samples, micro-batches of {micro_batch:2}: {seconds:.3f} s")
 
 # %% [markdown]
-# With 8 samples FSDP takes 0.655 s, where DDP with overlap takes 0.625 s and needs four times the memory for
-# weights, gradients and optimizer. FSDP does best with **large micro-batches**, as the last two lines show: with 64 samples,
-# one micro-batch of 16 on each rank hides all messages. The price of that is memory for activations. So a sensible order
-# to try is: DDP while a copy fits; then FSDP, as long as a rank has Φ/β tokens in a micro-batch; tp inside the node and
-# pp when it has not, or when a layer is too large.
+# With 8 samples FSDP takes 0.655 s, where DDP with overlap takes 0.625 s and needs four times the memory for weights,
+# gradients and optimizer. FSDP does best with **large micro-batches**, as the last two lines show: with 64 samples, one
+# micro-batch of 16 on each rank hides all messages. The price of that is memory for activations. So a sensible order to
+# try is: DDP while a copy fits; then FSDP, as long as a rank has Φ/β tokens in a micro-batch; tp inside the node and pp
+# when it has not, or when a layer is too large.
 #
 # **Takeaway: an iteration takes (m + pp - 1) · (compute + tp + message) + gradients, and of the gradients only what
-# backward does not hide. Between layouts that fit, overlap decides; which ones fit is decided by what is cut and what is
-# sharded.**
+# backward does not hide. Between layouts that fit, overlap decides; which ones fit is decided by what is cut and what
+# is sharded.**
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 15.3 · Choose the layout
@@ -469,7 +477,7 @@ for batch, micro_batch in ((4, 1), (8, 2), (64, 2), (64, 16)):
 # 1. dp · pp · tp is the number of GPUs, and only powers of two need to be tried.
 # 2. tp divides the number of heads, and pp the number of layers.
 # 3. The global batch is a multiple of dp · micro-batch.
-# 4. Overlapped, 16 · parameters / (tp · pp) is at most `room_bytes`.
+# 4. Overlapped, nothing is sharded over dp, and 16 · parameters / (tp · pp) is at most `room_bytes`.
 # 5. Sharded, pp is 1, so that weights are not gathered for each of many micro-batches, and 16 · parameters / (tp · dp)
 #    is at most `room_bytes`.
 #
@@ -772,8 +780,8 @@ my_hybrid = {
 check("15.5", my_hybrid, submit, plain)
 
 # %% [markdown]
-# All four ranks make one copy, so dp = 1 is left. The workshop then sets the global batch to one micro-batch. That is m =
-# 1, and with two stages each rank waits for half of the time (lesson 12, section 10): the form runs, and half of the
+# All four ranks make one copy, so dp = 1 is left. The workshop then sets the global batch to one micro-batch. That is m
+# = 1, and with two stages each rank waits for half of the time (lesson 12, section 10): the form runs, and half of the
 # machine is lost.
 #
 # Here is the log of the hybrid, beside the losses of plain dp.
@@ -811,9 +819,9 @@ print(f"step of the hybrid / of dp: {ratio:.1f}")
 # | `val_loss` | validation loss | a line of its own |
 
 # %% [markdown]
-# The losses are the same, since both layouts do the same arithmetic, and that is the first thing to check after a change
-# of layout. The hybrid is slower here. On one machine there is no slow link to avoid and no memory to save, and it sends
-# many small messages in each step, where plain dp makes a single all-reduce.
+# The losses are the same, since both layouts do the same arithmetic, and that is the first thing to check after a
+# change of layout. The hybrid is slower here. On one machine there is no slow link to avoid and no memory to save, and
+# it sends many small messages in each step, where plain dp makes a single all-reduce.
 #
 # `--profile.steps 4:7` recorded three steps of rank 0 for PyTorch's profiler, as in lesson 02, section 6. `python -m
 # labcode.train.profile` and the folder of the run print what the recording says:
@@ -827,12 +835,13 @@ print(summary(done.out, rows=5))
 # Rank 0 is on the first stage. "Exposed communication" is the time in which it computes nothing and is in a collective
 # or waits for a message. The line of parts says more. The part "communication" is mostly waiting for the other stage:
 # it is what the gap between forward and backward in section 4 consists of. The all-reduces of tp lie inside forward and
-# backward, and are `_Pair`, `_PairBackward` and `c10d::allreduce_` in the table. (Four ranks share your cores here, so a
-# rank often waits for one that has no core just then.)
+# backward, and are `_Pair`, `_PairBackward` and `c10d::allreduce_` in the table. (Four ranks share your cores here, so
+# a rank often waits for one that has no core just then.)
 #
-# A profiler shows all this waiting as communication, since all that it sees is a rank in a receive. So in the trace of a
-# pipeline compare it with the bubble first, which has 1/9 of the step here. The recommendation in the last line knows
-# nothing of that. (`--profile.memory` also records what a stage holds meanwhile; lesson 12, section 4, has the picture.)
+# A profiler shows all this waiting as communication, since all that it sees is a rank in a receive. So in the trace of
+# a pipeline compare it with the bubble first, which has 1/9 of the step here. The recommendation in the last line knows
+# nothing of that. (`--profile.memory` also records what a stage holds meanwhile; lesson 12, section 4, has the
+# picture.)
 #
 # **Somebody else's log.** Here is a line in the style of Megatron-LM (made up, after the row of 768 GPUs in section 1):
 #
@@ -853,9 +862,9 @@ print(summary(done.out, rows=5))
 # you trust any speed.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* In 15.4 the wrong forms are instructive: micro-batch 2, the answer of those who forget that there are
-# two copies, has a bubble of 1/4; 4 ranks on one node find no GPUs. Ask: which number of the log would have shown that
-# two jobs of two ranks ran in place of one of four? (The first line: 2 ranks.)
+# *For the instructor.* In 15.4 the wrong forms are instructive: micro-batch 2, the answer of those who forget that
+# there are two copies, has a bubble of 1/4; 4 ranks on one node find no GPUs. Ask: which number of the log would have
+# shown that two jobs of two ranks ran in place of one of four? (The first line: 2 ranks.)
 
 # %% [markdown]
 # ## 7. Broken on purpose (core, 15 min)
@@ -885,20 +894,17 @@ for changes in (
 #   with every node;
 # - an m that is **too small**: the job runs, and its GPUs wait for most of the time.
 #
-# **Out of memory.** The micro-batch also decides what a rank keeps for its backward. Take the hybrid with a global
-# batch of 32, hidden size 32 and a large vocabulary, V = 65,536. A rank that has the head holds the logits of its half
-# of the vocabulary: micro-batch · 128 tokens · V/2 numbers of 4 bytes.
+# **Out of memory.** The micro-batch also decides what a rank keeps for its backward. Take the hybrid, tensor 2 ×
+# pipeline 2, with a global batch of 32, samples of 128 tokens, hidden size 32, a vocabulary of 65,536 and numbers of 4
+# bytes. Two jobs try it, one with micro-batch 32 and one with micro-batch 2. Each rank may allocate 1.5 GB. This takes
+# up to four minutes. At least one of them fails, and its log names the size of the tensor that no longer fits.
 #
-# What is kept is not yet the peak. The backward of the loss has three tensors of this size at once: the softmax that
-# was kept, a corrected copy of it, and the gradient. Two jobs try it, one with micro-batch 32 and one with micro-batch
-# 2, in which each rank may allocate 1.5 GB. This takes up to four minutes. The one with micro-batch 32 fails, and its
-# log names the size of the tensor that no longer fits.
-#
-# **Predict.** How many bytes does it try to allocate? The ranks of which stage run out of memory, 0 or 1? How does the
-# job with micro-batch 2 end, `"COMPLETED"` or `"OUT_OF_MEMORY"`?
+# **Predict.** How many bytes does the job with micro-batch 32 try to allocate? Think of the largest tensor that a rank
+# makes. The ranks of which stage run out of memory, 0 or 1? How does the job with micro-batch 2 end, `"COMPLETED"` or
+# `"OUT_OF_MEMORY"`?
 
 # %% tags=["predict"]
-bytes_of_the_tensor = 32 * 128 * (65536 // 2) * 4
+bytes_of_the_tensor = 32 * 128 * (65536 // 2) * 4  # logits of half the vocabulary
 stage_out_of_memory = 1
 end_of_micro_batch_2 = "COMPLETED"
 
@@ -936,7 +942,10 @@ ranks.close()
 lab.close()
 
 # %% [markdown]
-# With micro-batch 2 the tensor has a sixteenth of the bytes, and the same model trains on the same ranks.
+# The largest tensor is that of the **logits**. Only the last stage has the head, and tp cuts it, so that a rank has the
+# logits of its half of the vocabulary: micro-batch · 128 tokens · V/2 numbers. One of them would fit. But the backward
+# of the loss has three tensors of this size at once: the softmax that was kept, a corrected copy of it, and the
+# gradient. With micro-batch 2 each has a sixteenth of the bytes, and the same model trains on the same ranks.
 #
 # Each rank that has an error of its own says so in a line (`1B0` is the backward of micro-batch 0 on stage 1). The
 # others have lost their peers, and what they say, if anything, is a consequence. So search the log for the words of
@@ -990,12 +999,14 @@ lab.close()
 # ring of their all-reduce a rank sends 2 · 15/16 times these bytes, where it was 2 · 7/8 times: 7 % more.
 # </details>
 #
-# **3.** Two runs have the same losses and different speeds. Name two fields of the form that can explain it.
+# **3.** Two runs of one model on the same GPUs have the same losses, up to rounding, and one takes twice as long for a
+# step. In which fields of the form (section 1) may they differ, and in which not?
 #
 # <details><summary>Answer</summary>
 #
-# The order of the grid, and the micro-batch. Also tp and pp at the same global batch: none of them changes the
-# arithmetic.
+# In the order, in the micro-batch, and in tp and pp, with the dp and m that follow from them. These decide who computes
+# what, and when, and what travels on which link. They cannot differ in the global batch, which decides over how many
+# samples a step averages, and so changes the losses.
 # </details>
 #
 # **4.** From lesson 12: why does m have to be several times pp?
@@ -1027,6 +1038,9 @@ lab.close()
 # - Korthikanti et al. 2022, arXiv:2205.05198: pipelines with their memory.
 # - Megatron-LM, `megatron/training/training.py`: the form of its log line; `megatron/training/arguments.py`: its flags,
 #   <https://github.com/NVIDIA/Megatron-LM>.
+# - ZeRO and pipelines: DeepSpeed, `PipelineEngine` in
+#   <https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/pipe/engine.py>; torchtitan,
+#   `fsdp_reshard_after_forward` in <https://github.com/pytorch/torchtitan/blob/b5bcd76/torchtitan/distributed/fsdp.py>.
 # - PyTorch: <https://docs.pytorch.org/docs/stable/distributed.pipelining.html>,
 #   <https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html>,
 #   <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>.

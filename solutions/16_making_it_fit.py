@@ -27,8 +27,8 @@
 # - decide for each operation of a layer whether its output is kept or computed again.
 #
 # **Time**: 180 minutes, and 55 more for what is optional. Good places for a break are after section 3 and after section
-# 4; section 5 is the heart of the lesson, and takes a sitting of its own. **Needs**: lesson 10 (section 2), lesson 13 (section 1).
-# Lesson 03 explains bfloat16.
+# 4; section 5 is the heart of the lesson, and takes a sitting of its own. **Needs**: lesson 10 (section 2), lesson 13
+# (section 1). Lesson 03 explains bfloat16.
 
 # %%
 import math
@@ -135,8 +135,8 @@ print(f"at best {at_best_gib:.2f} GiB are free, and {asked_gib:.2f} GiB are aske
 compare("can it help", advice_can_help, found, found="computed", options=("yes", "no"))
 
 # %% [markdown]
-# Even if the whole cache were freed, this tensor would not fit, and the error prints its advice whether it applies or not. Do the sum
-# first.
+# Even if the whole cache were freed, this tensor would not fit, and the error prints its advice whether it applies or
+# not. Do the sum first.
 #
 # What neither error says is **what fills the rest**. The tensor that was refused may be small: in our log it is one of
 # a few MiB, while 80 MiB are taken. To know what filled the memory, you have to count.
@@ -404,8 +404,8 @@ print(f"exit status {fitting.exit_status}")
 # %% [markdown]
 # ## 4. The loss in chunks (core, 43 min)
 #
-# Today's vocabularies have 100,000 to 260,000 entries. With 128,000 of them, 8,192 tokens have logits of 4.2 GB, and the
-# loss needs them three times. They are not inside a layer, so nothing that saves activations of layers helps.
+# Today's vocabularies have 100,000 to 260,000 entries. With 128,000 of them, 8,192 tokens have logits of 4.2 GB, and
+# the loss needs them three times. They are not inside a layer, so nothing that saves activations of layers helps.
 #
 # But nobody needs all logits at once. The loss is a mean over tokens, and so are its gradients. Take n chunks of
 # tokens, and for each of them compute the logits, add to the loss, **compute the gradients at once**, and let the
@@ -994,8 +994,8 @@ for name, model in ways.items():
 
 # %% [markdown]
 # By operation a layer keeps about a third less. With torchtitan's rule it is more than 40 % less, and one product of a
-# layer, `proj`, runs twice. Yet the time is not 1.00 times that without checkpointing: norms and GELU do run twice, and they are not among
-# the FLOPs of products. And PyTorch asks the policy, which is Python, for each operation.
+# layer, `proj`, runs twice. Yet the time is not 1.00 times that without checkpointing: norms and GELU do run twice, and
+# they are not among the FLOPs of products. And PyTorch asks the policy, which is Python, for each operation.
 #
 # With `torch.compile` the compiler takes the decision. It can also choose the operations itself, for a budget:
 # `torch._functorch.config.activation_memory_budget = 0.5` keeps half of the bytes that it would keep otherwise, and
@@ -1023,10 +1023,11 @@ for name, model in ways.items():
 # ## 6. Offload: activations kept elsewhere (optional, 30 min)
 #
 # What backward needs may also be **moved** out of the device's memory and fetched back: from a GPU to the memory of its
-# host. It costs a transfer each way instead of a second forward. With NVIDIA's `nvbandwidth` users have measured 53
-# GB/s from an H100 to its host and 35 GB/s back (in a report that asks why the two are not alike), and 25 GB/s from a
-# host to an A100, whose PCIe is one generation older (the sources are at the end). On the H100 10 GB then take 0.2 s out and 0.3 s back. With luck they hide behind
-# computing.
+# host. It costs a transfer each way instead of a second forward. The link is usually PCIe with 16 lanes, which carries
+# 31.5 GB/s each way in its generation 4 (A100) and 63 GB/s in generation 5 (H100). A copy gets about four fifths of
+# that: NVIDIA's `nvbandwidth` measured 25 GB/s on an A100, out as well as back (the sources are at the end). So count
+# with 25 and 50 GB/s, and measure your own machine. On an H100 10 GB then take 0.2 s out and 0.2 s back. With luck they
+# hide behind computing.
 #
 # Autograd has a place for this. `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` is a context manager. In it
 # autograd calls `pack(tensor)` for each tensor that an operation saves, and keeps what `pack` returns **instead of**
@@ -1037,14 +1038,6 @@ for name, model in ways.items():
 # (DeepSpeed's ZeRO-Infinity goes as far as the disk, too.)
 #
 # Weights are saved for backward as well, but they stay in memory anyway, so there is no point in moving them.
-#
-# **Predict.** After forward our plain step holds 102 MiB for backward, with the log-softmax. How much of that is still
-# in memory with offload: "all", "half" or "next to nothing"? And the files, are they together "as large", "larger" or
-# "smaller" than 102 MiB? (A hook is called once for each operation that saves a tensor.)
-
-# %% tags=["predict"]
-left_in_memory = "next to nothing"
-files_are = "larger"
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 16.5 · Offload
@@ -1093,7 +1086,15 @@ class Offload:
 check("16.5", Offload)
 
 # %% [markdown]
-# Now the whole step, with labcode's version.
+# Now a forward of our step, with labcode's version.
+#
+# **Predict.** After forward our plain step holds 102 MiB for backward, with the log-softmax. How much of that is still
+# in memory with offload: "all", "half" or "next to nothing"? And the files, are they together "as large", "larger" or
+# "smaller" than 102 MiB? Think of when `pack` is called.
+
+# %% tags=["predict"]
+left_in_memory = "next to nothing"
+files_are = "larger"
 
 # %%
 import tempfile
@@ -1139,7 +1140,8 @@ elif files_mib > 107:
 compare("the files are", files_are, size, options=("smaller", "as large", "larger"))
 
 # %% [markdown]
-# A tensor that two operations save is written twice: the hook does not know. Here is the peak of the whole step, and
+# `pack` is called once for each operation that saves a tensor. What two operations save is written twice, as the hook
+# does not know. Here is the peak of the whole step, and
 # its time.
 
 # %%
@@ -1403,8 +1405,8 @@ for case in plan.CASES:
 #   <https://docs.pytorch.org/docs/2.13/generated/torch.nn.functional.linear_cross_entropy.html>.
 # - Rajbhandari et al. 2021, *ZeRO-Infinity*, arXiv:2104.07857: offload.
 # - The error of section 1: <https://github.com/murong-xu/CADS/issues/4>.
-# - PCIe, measured: <https://github.com/NVIDIA/nvbandwidth/issues/24> (H100),
-#   <https://github.com/NVIDIA/nvbandwidth/issues/42> (A100). NCCL's buffers:
+# - PCIe: <https://truenas.com/docs/references/performance/interconnectdatarates/> (what 16 lanes carry),
+#   <https://github.com/NVIDIA/nvbandwidth/issues/53> (A100, measured). NCCL's buffers:
 #   <https://github.com/NVIDIA/nccl/issues/1685> (H100), <https://github.com/NVIDIA/nccl/issues/964> (A100).
 # - PyTorch: <https://docs.pytorch.org/docs/stable/checkpoint.html>,
 #   <https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management>,

@@ -28,7 +28,7 @@
 # - find the rank that a hanging job waits for, the layer where a NaN begins, and the rank whose results are wrong
 #   although nothing looks wrong.
 #
-# **Time**: 190 minutes, and 40 more for what is optional. Good places for a break are after sections 1, 2 and 3.
+# **Time**: 180 minutes, and 40 more for what is optional. Good places for a break are after sections 1, 2 and 3.
 # **Needs**: lessons 01 (section 1) and 09 (section 2). The end of section 4 trains a layer under FSDP2 (lesson 13,
 # section 7), and its signals come from the job script of lesson 14, section 3. Section 5 comes back to the hang of
 # lesson 14, section 6.
@@ -156,10 +156,11 @@ def best_interval_s(save_s, mtbf_s):
 check("17.1", best_interval_s)
 
 # %% [markdown]
-# Now let us use it for Llama 3. A checkpoint holds 14 bytes for each parameter: 2 for the weight in bf16, 4 for the
-# weight in float32 and 4 for each of the two averages of Adam. The storage of that cluster takes 2 TB/s for a long time
-# and 7 TB/s for a short one (section 3.3.1 of the paper). If a checkpoint is written at the lower of these speeds while
-# the ranks stand still, we know C. Nothing is published about R. We assume 10 minutes.
+# Now let us use it for Llama 3. We count 14 bytes for each parameter in a checkpoint: 2 for the weight in bf16, 4 for the
+# weight in float32 and 4 for each of the two averages of Adam. (The paper gives 1 MB to 4 GB for each GPU, and these are
+# 0.35 GB.) The storage of that cluster takes 2 TB/s for a long time and 7 TB/s for a short one (section 3.3.1 of the
+# paper). If a checkpoint is written at the lower of these speeds while the ranks stand still, we know C. Nothing is
+# published about R. We assume 10 minutes.
 
 # %% tags=["nbval-check-output"]
 save_s = 405e9 * 14 / 2e12
@@ -290,7 +291,7 @@ plot.lines(
 # says 30.1 %. The counts add up to 419.
 
 # %% [markdown]
-# ## 2. Whole or not at all (core, 47 min)
+# ## 2. Whole or not at all (core, 44 min)
 #
 # So a run of weeks writes thousands of checkpoints, and a failure can come while one is being written. What is on the
 # disk then? Here is a save as many first versions have it. It writes two files, over those of the last time.
@@ -436,15 +437,7 @@ l17_run.read(folder / "step-00000008")
 
 # %% [markdown]
 # In labcode many ranks write into one folder, each its own files. When all of them are done and have synced the folder,
-# rank 0 does steps 2 and 3, in `Checkpoints._complete` of `labcode/train/checkpoint/store.py`. It renames an old
-# checkpoint before it removes it: can you say why?
-#
-# <details><summary>Answer</summary>
-#
-# Removing a folder takes many operations, one for each file. A process that dies in the middle would leave a folder
-# with the name of a checkpoint, and without some of its files. The checksums would tell, but a name should not promise
-# what is not there.
-# </details>
+# rank 0 does steps 2 and 3.
 #
 # **Takeaway: write under another name, sync files and folder, rename, sync the folder above, and only then remove the
 # old one. The name says that a checkpoint is whole, and checksums prove it.**
@@ -458,10 +451,12 @@ l17_run.read(folder / "step-00000008")
 # the checkpoint is not), and a temporary folder in `/tmp`, which is another disk, so that the "rename" copies. Ask: is
 # `os.replace` of a folder atomic on a network file system? (On NFS and Lustre a rename is one operation of the server.
 # On object stores there is no rename at all: there one writes a small file last, which says that the others are
-# complete.)
+# complete.) And: labcode renames an old checkpoint before it removes it (`Checkpoints._complete` in
+# `labcode/train/checkpoint/store.py`). Why? (Removing a folder takes many operations, one for each file. A process that
+# dies in the middle would leave a folder with the name of a checkpoint, and without some of its files.)
 
 # %% [markdown]
-# ## 3. Kill a rank and watch (core, 32 min)
+# ## 3. Kill a rank and watch (core, 29 min)
 #
 # Now to a real one. torchrun starts the ranks, and with `--max-restarts=1` it starts all of them again if one of them
 # dies. The training below runs on two ranks, makes 16 steps and saves every 6 steps. In the first attempt, rank 1 is
@@ -505,7 +500,12 @@ print("loss of step 14, in the first attempt and in the second:", *of_step_14)
 # not come back. This is called **elastic**. The run then has another number of ranks, which is the subject of the
 # next section.
 #
-# On GPUs there are ways to keep the processes that are alive, and in 2026 they are young:
+# On GPUs there are ways to keep the processes that are alive, and in 2026 they are young. None of them brings back what
+# only the dead rank had. A group without a shard of the weights is of no use, so either a replica has the same shard,
+# or all ranks go back to a checkpoint. And with a replica less, the global batch is smaller, or has to be shared out
+# anew.
+#
+# <details><summary>Three of them (optional)</summary>
 #
 # - **A smaller group.** `torch.distributed.shrink_group(ranks_to_exclude)`, in the source of PyTorch 2.13, makes a
 #   group of the ranks that are left. NCCL can do it from version 2.27 on, and gloo raises a `TypeError`. When the
@@ -517,9 +517,7 @@ print("loss of step 14, in the first attempt and in the second:", *of_step_14)
 # - **A replica less.** With torchft the ranks agree before each step which replicas of data parallelism take part. The
 #   others go on without the broken one, and a new one copies their weights when it comes.
 #
-# None of these brings back what only the dead rank had. A group without a shard of the weights is of no use, so either
-# a replica has the same shard, or all ranks go back to a checkpoint. And with a replica less, the global batch is
-# smaller, or has to be shared out anew.
+# </details>
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 17.3 · The restart loop
@@ -591,7 +589,7 @@ check("17.3", train)
 # the job ends. A run without such a limit burns its whole time.)
 
 # %% [markdown]
-# ## 4. An end with notice, and another number of GPUs (core, 43 min)
+# ## 4. An end with notice, and another number of GPUs (core, 39 min)
 #
 # Not every end comes without a warning. A job reaches its time limit, or a job with a higher priority takes its nodes
 # away. SLURM calls that **preemption**. In both cases the ranks get a signal some time before: `SIGTERM`, or
@@ -780,8 +778,9 @@ with Ranks(3) as readers:
     rows_read = readers.run(read_with_dcp, "runs/dcp")
 
 # %% [markdown]
-# Beside it, labcode's version of the loader of exercise 17.4: it gets the rows of the four writers, and each reader's
-# box.
+# The files stand under `runs/dcp`, one for each writer, and `.metadata` says which boxes lie where, by their offsets
+# and sizes. Beside DCP we put labcode's version of the loader of exercise 17.4: it gets the rows of the four writers,
+# and each reader's box.
 
 # %% tags=["nbval-check-output"]
 def boxes_of_rows(parts):
@@ -793,22 +792,16 @@ def boxes_of_rows(parts):
         first += len(part)
     return found
 
-for place, what in enumerate(("weight", "moments")):
-    written = boxes_of_rows([rows[place] for rows in rows_written])
-    of_readers = boxes_of_rows([rows[place] for rows in rows_read])
-    for number, (box, read) in enumerate(of_readers):
-        same = torch.equal(reshard_by_hand(box, written), read())
-        print(f"reader {number}: {box.sizes[0]} rows of the {what}", end=", ")
-        print(f"the same as by hand: {same}")
-
-# %% [markdown]
-# The files stand under `runs/dcp`, one for each writer, and `.metadata` says which boxes lie where, by their offsets
-# and sizes:
-
-# %% tags=["nbval-check-output"]
 metadata = dcp.FileSystemReader("runs/dcp").read_metadata()
 for part in metadata.state_dict_metadata["model.weight"].chunks:
-    print("offsets", tuple(part.offsets), "sizes", tuple(part.sizes))
+    print("written: offsets", tuple(part.offsets), "sizes", tuple(part.sizes))
+
+for place, what in enumerate(("weight", "moments")):
+    written = boxes_of_rows([rows[place] for rows in rows_written])
+    same = []
+    for box, read in boxes_of_rows([rows[place] for rows in rows_read]):
+        same.append(torch.equal(reshard_by_hand(box, written), read()))
+    print(f"{what}: each reader has the same by DCP and by hand: {all(same)}")
 
 # %% [markdown]
 # `dcp.async_save` writes in the background: it returns as soon as the tensors are copied into the memory of the host.

@@ -1456,6 +1456,7 @@ for name, x in lab.cases().items():
 # Transformer Engine, NVIDIA's library, has all this in layers of its own, which run on NVIDIA GPUs alone. Here is code
 # that puts one of them on our grid. It runs where the library is installed; elsewhere you can read it, and meet the
 # ideas of this lesson again. The layouts are those of its guide *Multi-GPU training*, the names those of version 2.20.
+# Each process must have exactly one GPU.
 #
 # **Data parallel.** `te.TransformerLayer` is a whole block: attention, MLP and their norms. Around it is DDP, as around
 # any other model.
@@ -1476,7 +1477,11 @@ show_source(with_te.step)
 # scaling the amaxes of forward are reduced over that group when the `with` ends, all in one message, with MAX, as in
 # exercise 18.8. Those of backward follow at the end of backward, which stands outside the `with`.
 #
-# **Tensor and sequence parallel.** The layer is told three things more.
+# **Tensor and sequence parallel.** A batch can be divided among no more ranks than it has samples. The features of a
+# layer, mostly more than there are samples, can be divided further, and then each rank also keeps a part of the weights
+# only. The price is that activations travel in every layer (lesson 09, section 4). Therefore the guide takes the GPUs
+# of a node as a tp group, and GPUs of the same place on all nodes as a dp group, which is the order of our grids
+# (lesson 08, section 4). The layer is told three things more.
 
 # %%
 show_source(with_te.tensor_parallel)
@@ -1583,7 +1588,8 @@ show_source(with_te.fully_sharded_2)
 # | `fp8_group=` | `amax_reduction_group=` |
 # | `speedometer(..., fp8_autocast_kwargs=)` | `speedometer(..., autocast_kwargs=)` |
 # | `te.TransformerLayer(..., set_parallel_mode, tp_group, sequence_parallel, params_dtype, device)` | the same |
-# | `torchrun --nprocs_per_node=4` | `torchrun --nproc-per-node=4`; the other is refused |
+# | `torchrun --nprocs_per_node=4` | `torchrun --nproc-per-node=4`; the other, with an s, is refused |
+# | `init_process_group("nccl", init_method="file:///tmp/rdzv", ...)` | ranks that meet in a file, which must not be left over from an earlier run; torchrun gives them an address, and `init_process_group("nccl")` is enough (lesson 01, section 1) |
 #
 # **A step, measured.** The sizes are those of the guide: hidden size 4096, 2048 tokens, 4 samples on each rank.
 

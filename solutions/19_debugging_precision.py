@@ -26,11 +26,11 @@
 # - find what breaks an FP8 run, and repair it without leaving FP8;
 # - name the first tensor in which two runs depart, and the rank it came from.
 #
-# **Time**: 185 minutes, and 50 more for what is optional. Good places for a break are after section 3, and after
+# **Time**: 180 minutes, and 70 more for what is optional. Good places for a break are after section 3, and after
 # section 5.
 #
 # **Needs**: lesson 08 (sections 1 and 2), lesson 09 (section 2), lesson 12 (section 1),
-# lesson 18 (sections 1, 5, 6 and 9).
+# lesson 18 (sections 1, 5, 6 and 9). For section 11 also lesson 18 (section 11).
 
 # %%
 import math
@@ -127,7 +127,8 @@ print(f"{len(look.splitlines()) - 1} lines for four ranks")
 # how much was too large. A scale from the tensor itself leaves nothing too large, so Transformer Engine has `overflows%`
 # for delayed scaling alone, and so has labcode. Each rank writes into a file of its own in `--debug.log_dir`, which is
 # `debug` in the run's folder unless told otherwise. `--debug.reduce_over dp tp` says that the counts of all four ranks
-# are reduced to one. Section 4 is about this option.
+# are reduced to one. Section 4 is about this option. All ranks must read the same file, on every node: labcode compares
+# what they have read, and refuses to start if one of them has another.
 #
 # One thing to know: in step 0 a delayed scale has no history yet, and is 1. So that step says nothing about the margin,
 # and we look at step 40.
@@ -193,7 +194,7 @@ for line in lines[-4:]:
 # margin 4 do? (Nothing that can be seen: 14 powers of two are left.)
 
 # %% [markdown]
-# ## 3. Statistics of shards are not averages (core, 40 min)
+# ## 3. Statistics of shards are not averages (core, 35 min)
 #
 # The counts of section 2 were easy to reduce: they add up. Is that so for all statistics? Take six values on two ranks:
 # 1, 2, 3 on rank 0, and 11, 12, 13 on rank 1. The mean of the whole is the mean of the two means, as both parts
@@ -260,26 +261,19 @@ check("19.1", combine)
 
 # %% [markdown]
 # Why not send the sum of all x and the sum of all x², which simply add up? The variance would be the mean of x² minus
-# the square of the mean: the difference of two large numbers when values lie far from zero.
-#
-# **Predict.** The values are 1000 plus or minus 0.01. Their squares are about 1,000,000, and float32 has 24 bits, so it
-# knows a number of that size to about 0.06. The variance is 0.0001. Can it be found as the difference of such numbers,
-# `True` or `False`?
-
-# %% tags=["predict"]
-can_be_found = False
+# the square of the mean: the difference of two large numbers when values lie far from zero. Take values around 1000
+# that spread by 0.01, so that their variance is 0.0001. Their squares are about 1,000,000, and float32 has 24 bits, so it
+# knows a number of that size to about 0.06:
 
 # %% tags=["nbval-check-output"]
 torch.manual_seed(0)
 x = 1000 + 0.01 * torch.randn(10_000)
-by_squares = x.square().mean() - x.mean().square()
-is_near = abs(by_squares.item() - 1e-4) < 5e-5
-compare("a difference of squares finds it", can_be_found, is_near, found="computed")
 squares = moments.measure(x).squares
 print(f"M2 / n: {squares / len(x):.5f}")
 
 # %%
-print(f"the difference of squares: {by_squares.item():.4f}")
+by_squares = x.square().mean() - x.mean().square()
+print(f"mean of the squares minus square of the mean: {by_squares.item():.4f}")
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 19.2 · Statistics over a group
@@ -287,10 +281,10 @@ print(f"the difference of squares: {by_squares.item():.4f}")
 # Each rank of `group` has a part of a tensor, `x` (of any shape), and `kept`: what is left of each value of it after
 # the cast to 8 bits. Return the same dict on all ranks, with Python numbers, of the whole tensor: `mean`, `std` (which
 # divides by n - 1, as `torch.std` does), `min`, `max`, `amax` (the largest |x|), and `underflows%`. Parts may have
-# different sizes, and one of them may be empty. `underflows%` counts the values that were not zero and are zero after
-# the cast, in percent of **all** values. Compute in float64. Put a few numbers into a tensor, and send it with **one**
-# collective. `min()` and `max()` of an empty tensor raise an error; `math.inf` is larger than every number. You may use
-# `combine`. About 20 lines.
+# different sizes, and one of them may be empty; the whole tensor has at least two values. `underflows%` counts the
+# values that were not zero and are zero after the cast, in percent of **all** values. Compute in float64. Put a few
+# numbers into a tensor, and send it with **one** collective. `min()` and `max()` of an empty tensor raise an error;
+# `math.inf` is larger than every number. You may use `combine`. About 20 lines.
 
 # %% tags=["exercise"]
 def statistics(x, kept, group):
@@ -359,7 +353,8 @@ show_source(moments.Moments.__add__)
 #
 # Weights have a rule of their own. Ranks of dp have the same weights, so their statistics need no reduction over dp.
 # Over tp they are **always** reduced, whatever `reduce_over` says, unless this is switched off by
-# `--debug.reduce_weights false`. Transformer Engine does so as well.
+# `--debug.reduce_weights false`. Transformer Engine does so as well: a layer of it is told its tp group, and no other.
+# That is why the group for all other tensors has to be named.
 #
 # We log activations, weights and gradients of one step. Each rank of dp has samples of its own.
 #
@@ -440,28 +435,40 @@ print("each rank:", ", ".join(f"{value:.6f}" for value in alone))
 print(f"all four:  {both:.6f}")
 
 # %% [markdown]
-# If nothing was reduced while the run went on, the files of the ranks can still be reduced **afterwards**. They have the
-# mean and the std of each part. What they do not have is n. Here it follows from the shapes: a rank has 4 of the 8
-# samples, of 64 tokens each, and 128 of the 256 units. So M2 = std² (n - 1), and the parts go together by the formula of
-# section 3:
+# If nothing was reduced while the run went on, the files of the ranks can still be reduced **afterwards**. They have
+# the mean and the std of each part. What they do not have is n. Here it follows from the shapes: a rank has 4 of the 8
+# samples, of 64 tokens each, and the MLP has 256 units, of which 128 lie on a rank; outside of it there are 64
+# features. So M2 = std² (n - 1), and the parts go together by the formula of section 3. Which ranks have parts is a
+# question of its own. Of this activation all four have one. The gradient of the layer's output is the same on both
+# ranks of tp, so one file of each tp group is enough. And the weight is cut over tp alone. Its parts are in the files
+# only if they have not been reduced by the rule, so we take the run with `--debug.reduce_weights false`.
 
-# %% tags=["nbval-check-output"]
+# %%
 from labcode.precision import moments
 
-n = 4 * 64 * 128
-total = moments.Moments()
-for rank in range(4):
-    found = debug.read_statistics(Path("runs/none/debug"), rank)
-    mean = found[f"{down}_mean", 0]
-    squares = found[f"{down}_std", 0] ** 2 * (n - 1)
-    total = total + moments.Moments(n, mean, squares)
-afterwards = total.statistic("std")
-print(f"as in the run: {math.isclose(afterwards, both, rel_tol=1e-6)}")
+
+def std_afterwards(run, ranks_with_parts, n, tensor):
+    """The std of a tensor of `mlp.down`, from files of ranks with n values each."""
+    total = moments.Moments()
+    for rank in ranks_with_parts:
+        found = debug.read_statistics(Path(run, "debug"), rank)
+        mean = found[f"blocks.0.mlp.down_{tensor}_mean", 0]
+        std = found[f"blocks.0.mlp.down_{tensor}_std", 0]
+        total = total + moments.Moments(n, mean, std**2 * (n - 1))
+    return total.statistic("std")
+
+# %% tags=["nbval-check-output"]
+afterwards = {
+    "activation": std_afterwards("runs/none", [0, 1, 2, 3], 4 * 64 * 128, "activation"),
+    "gradient": std_afterwards("runs/none", [0, 2], 4 * 64 * 64, "gradient"),
+    "weight": std_afterwards("runs/shards", [0, 1], 64 * 128, "weight"),
+}
+in_the_run = debug.read_statistics(Path("runs/both/debug"), 0)
+for tensor, std in afterwards.items():
+    reduced = in_the_run[f"blocks.0.mlp.down_{tensor}_std", 0]
+    print(f"{tensor}: as in the run {math.isclose(std, reduced, rel_tol=1e-6)}")
 
 # %% [markdown]
-# This holds for parts. Of a tensor that ranks of tp have as copies, such as the input of an MLP's first layer, take one
-# file of each tp group. Weights have parts in the files only with `--debug.reduce_weights false`.
-#
 # And with **fully sharded data parallelism** (FSDP, or ZeRO-3)? Then each rank of dp keeps a part of every weight, and
 # the rule of tp does nothing about it. What counts is when the statistic is taken. The features look at a layer while
 # it runs, and then its weight has been gathered; wgrad is seen before the reduce-scatter. So both are those of the whole
@@ -831,12 +838,13 @@ def first_losses(options):
     losses = {}
     for tp in (1, 2, 4):
         layout = f"--parallel.dp {4 // tp} --parallel.tp {tp}"
-        one_step = f"{layout} --train.dtype float32 --train.steps 1 {options}"
+        one_step = f"{layout} --train.steps 1 {options}"
         losses[tp] = train(one_step, "runs/layouts")[0].losses[0]
     return losses
 
-exact = first_losses("")
-rounded = first_losses("--debug.config rounded.yaml")
+IN_FLOAT32 = "--train.dtype float32"
+exact = first_losses(IN_FLOAT32)
+rounded = first_losses(f"{IN_FLOAT32} --debug.config rounded.yaml")
 
 # %%
 for tp in (1, 2, 4):
@@ -861,8 +869,57 @@ compare("with FakeQuant", apart_with_fake_quant, apart(rounded), options=SIZES)
 # are small, and they are not noise of float32: two runs with PerTensorScaling or FakeQuant on different numbers of GPUs
 # are two different runs. For the same reason lesson 18 trains with one scale for all parts.
 #
-# The other features do not depend on the layout. Without FP8 a product of a layer on many GPUs is that of one GPU, so
-# DisableQuantizationGEMM and -Layer do the same on any grid.
+# Without FP8 a product of a layer on many GPUs is that of one GPU. So DisableQuantizationGEMM and
+# DisableQuantizationLayer, which have no scale, should do the same on any grid. We look at PerTensorScaling and at this
+# in runs in FP8, where everything else is computed in bfloat16.
+#
+# **Predict.** With DisableQuantizationLayer in all layers, in how many of the three layouts is the first loss that of a run
+# in bfloat16, to the last bit: 0, 1, 2 or 3?
+
+# %% tags=["predict"]
+equal_to_bfloat16 = 3  # every product is then the one of bfloat16
+
+# %%
+Path("disabled.yaml").write_text("""
+disabled:
+  enabled: True
+  layers:
+    layer_name_regex_pattern: blocks
+  transformer_engine:
+    DisableFP8Layer:  # its old name
+      enabled: True
+""")
+Path("own_scales.yaml").write_text("""
+own_scales:
+  enabled: True
+  layers:
+    layer_name_regex_pattern: blocks
+  transformer_engine:
+    PerTensorScaling:
+      enabled: True
+      gemms: [fprop]
+      tensors: [activation, weight]
+""")
+IN_FP8 = "--train.dtype fp8 --fp8.recipe current"
+in_8_bits = {
+    "bfloat16": first_losses("--train.dtype bfloat16"),
+    "DisableQuantizationLayer": first_losses(f"{IN_FP8} --debug.config disabled.yaml"),
+    "scales that all ranks share": first_losses(IN_FP8),
+    "PerTensorScaling": first_losses(f"{IN_FP8} --debug.config own_scales.yaml"),
+}
+
+# %%
+for name, losses in in_8_bits.items():
+    shown = ", ".join(f"{loss:.6f}" for loss in losses.values())
+    spread = max(losses.values()) - min(losses.values())
+    print(f"{name:27} {shown}, apart by {spread:.1e}")
+disabled = in_8_bits["DisableQuantizationLayer"]
+equal = sum(disabled[tp] == in_8_bits["bfloat16"][tp] for tp in (1, 2, 4))
+compare("equal to bfloat16", equal_to_bfloat16, equal, within=1, found="counted")
+
+# %% [markdown]
+# bfloat16 itself is a little different on each layout, as sums are rounded in another order. With a scale for each
+# shard the three runs are farther apart than with scales that all ranks share.
 #
 # **Micro-batches.** A step with four micro-batches calls each layer four times. Its lines are those of the whole step: a
 # weight, which stays the same during the step, counts once, and of everything else the parts are added up.
@@ -910,26 +967,13 @@ for tensor, factor in expected.items():
 # %% [markdown]
 # (Within a factor of 1.2, as the samples are not the same.)
 #
-# **When lines are written.** Here are the lines of rank 0 after backward of a step, and after `step()`, which the loop
-# calls at its end:
-
-# %% tags=["nbval-check-output"]
-written = ranks.run(lab.lines_written, "sizes.yaml", "runs/moments")[0]
-print(written)
-
-# %% [markdown]
-# Until `step()` the sums wait, so that micro-batches can be added to them, and so that all tensors of a step travel in one
-# message. Transformer Engine's guide says that lines on activations are written when the `with` of the autocast ends,
-# and those on gradients after backward. In its source of August 2026 they wait for `debug_api.step()` as well. Two things
-# follow: a loop of your own that never calls `debug_api.step()` writes nothing, and a run that breaks off within a step
-# leaves no line of that step.
-#
 # **Takeaway: scales per tensor are scales per shard, so they make a run depend on the number of GPUs. In a step with
 # micro-batches weights count once and all else adds up.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Measured on one machine: losses 4.440263, 4.440264, 4.440264 without FakeQuant, and 4.439634,
-# 4.439702, 4.439559 with it. After 20 steps the three are 0.1 apart, since small differences grow in training. Ask: would
+# 4.439702, 4.439559 with it. In FP8, over four seeds, PerTensorScaling is two to four times as far apart as scales that
+# are shared. After 20 steps the three are 0.1 apart, since small differences grow in training. Ask: would
 # `mean` of the activation grow too? (No: it is divided by the number of values, which grows as well.)
 
 # %% [markdown]
@@ -1295,6 +1339,169 @@ check("19.7", diagnose)
 # 2.67. A further question for those who are quick: when is a lost value no loss? (When the others of its sum are much
 # larger. The statistic to look at then is `mse`.)
 
+# %% [markdown]
+# ## 11. The calls of Transformer Engine (optional, 20 min)
+#
+# labcode's command calls `nvdlfw_inspect` for you. In a training loop with Transformer Engine you call it yourself. The
+# code below trains the layer of lesson 18, section 11, on dp x tp, with the features of `look.yaml`. It runs where
+# Transformer Engine is installed; elsewhere you can read it.
+
+# %%
+import nvdlfw_inspect.api as debug_api
+import torch
+import torch.distributed as dist
+from nvdlfw_inspect.utils import gather_along_first_dim
+
+from labcode.comm.grid import Grid
+from labcode.teach.labs import l19_transformer_engine as with_te
+from labcode.topology import GridShape
+
+show_source(with_te.train_with_features)
+
+# %% [markdown]
+# | Transformer Engine | labcode | what it does |
+# |---|---|---|
+# | `initialize` | `--debug.config`, `--debug.feature_dir`, `--debug.log_dir` | reads the YAML, and the features of the folders. Every rank calls it, with the same file, before the first layer is made; afterwards Transformer Engine raises an error |
+# | `default_logging_enabled=True` | always | each rank has a file of its own, beside TensorBoard as well |
+# | `tb_writer` | `--debug.tensorboard` | the ranks that have one write to TensorBoard: one in each stage of the pipeline is enough |
+# | `set_tensor_reduction_group` | `--debug.reduce_over dp tp` | over which ranks statistics are reduced, those of weights excepted. It is called before the first step: a tensor keeps the group with which it was first seen |
+# | `set_weight_tensor_tp_group_reduce` | `--debug.reduce_weights` | whether statistics of weights are reduced over the layer's tp group; yes, unless told otherwise |
+# | `infer_and_assign_layer_names` | the names in the model | names the layers after their modules; without it they are `Layer_1`, `Layer_2`, ... |
+# | `te.autocast`, once `te.fp8_autocast` | `--fp8.recipe`, `--fp8.share` | FP8 inside the `with`; the amax group must contain the tp group (lesson 18, section 11) |
+# | `step` | the loop calls it | ends a step, with all of its micro-batches |
+#
+# `nvdlfw_inspect` runs without Transformer Engine, too. It has one feature of its own, a `LogTensorStats` for tensors
+# that you hand to it, which stands in the YAML without `transformer_engine:` above it. It asks for the group at every
+# call. Let each of our four ranks log a tensor that holds its own number, in four steps, each with another group: the
+# rank itself, its ranks of tp, its ranks of dp, and all. (`quietly` leaves out what the library prints about itself,
+# and closes its files.)
+#
+# **Predict.** Which mean does rank 1 write in each of these steps? It is (dp 0, tp 1), as in section 4.
+
+# %% tags=["predict"]
+mean_over_none = 1  # its own number
+mean_over_tp = 0.5  # ranks 0 and 1
+mean_over_dp = 2  # ranks 1 and 3
+mean_over_both = 1.5
+
+# %%
+Path("numbers.yaml").write_text("""
+numbers:
+  enabled: True
+  layers:
+    layer_types: [any_layer]
+  LogTensorStats:
+    enabled: True
+    tensors: [activation]
+    stats: [mean]
+    freq: 1
+""")
+GROUPS = [(), ("tp",), ("dp",), ("dp", "tp")]
+
+def log_own_number(folder):
+    """Four steps of one rank, each of them reduced over another group."""
+    grid = Grid.create(GridShape(dp=2, tp=2))
+    debug_api.initialize(
+        config_file="numbers.yaml",
+        log_dir=folder,
+        default_logging_enabled=True,
+    )
+    number = torch.tensor([float(dist.get_rank())])
+    for axes in GROUPS:
+        debug_api.set_tensor_reduction_group(grid.group(*axes))
+        debug_api.log_tensor_stats("any_layer", tensor_name="activation", tensor=number)
+        debug_api.step()
+    debug_api.end_debug()
+
+_ = ranks.run(with_te.quietly, log_own_number, "runs/numbers")
+
+# %% tags=["nbval-check-output"]
+files = sorted(Path("runs/numbers/nvdlfw_inspect_statistics_logs").iterdir())
+print(*[file.name for file in files], sep="\n")
+lines = files[1].read_text().splitlines()
+means = [float(line.split("value=")[1]) for line in lines]
+compare("over none", mean_over_none, means[0], within=1)
+compare("over tp", mean_over_tp, means[1], within=1)
+compare("over dp", mean_over_dp, means[2], within=1)
+compare("over both", mean_over_both, means[3], within=1)
+
+# %% [markdown]
+# And if nobody sets a group? The guide of Transformer Engine says two things: that statistics are then reduced over all
+# ranks of the run (on its page about the set-up), and that with None each rank has its own (on its page about
+# distributed training). Its code hands the group to `gather_along_first_dim` of `nvdlfw_inspect`, which hands it to a
+# collective of torch.
+#
+# **Predict.** The numbers of how many of our four ranks come together if the group is None?
+
+# %% tags=["predict"]
+come_together = 4  # torch takes None for the group of all ranks
+
+# %%
+def gathered(value):
+    """What comes together of this rank's number and others, if the group is None."""
+    number = torch.tensor([value[dist.get_rank()]])
+    return gather_along_first_dim(number, process_group=None)[0].tolist()
+
+numbers = ranks.run(with_te.quietly, gathered, [0.0, 1.0, 2.0, 3.0])[0]
+of_stages = ranks.run(with_te.quietly, gathered, [1.0, 1.0, 101.0, 101.0])[0]
+
+# %% tags=["nbval-check-output"]
+compare("come together", come_together, len(numbers), within=1, found="counted")
+print(f"mean over two stages: {sum(of_stages) / len(of_stages):g}")
+
+# %% [markdown]
+# All of them. To have the files of single ranks, give each rank a group of its own, as `grid.group()` did above. With a
+# pipeline None also leads to wrong numbers. Transformer Engine reduces tensor by tensor, in the order in which a rank
+# has seen them, and the first layer of one stage is not that of the other. Suppose that ranks 0 and 1 have a layer with
+# activations of 1, and ranks 2 and 3 another layer, with activations of 101. These are the numbers behind the last
+# line: both layers would get the mean 51, which is that of neither, and no error is raised. With a group for each stage
+# this cannot happen.
+#
+# **When lines are written.** Here is how many lines rank 0 of a labcode run has written after backward of a step, and
+# after `step()`, which the loop calls at its end:
+
+# %% tags=["nbval-check-output"]
+Path("moments.yaml").write_text("""
+moments:
+  enabled: True
+  layers:
+    layer_types: [mlp.down]
+  transformer_engine:
+    LogTensorStats:
+      enabled: True
+      tensors: [activation, weight, gradient]
+      stats: [l1_norm]
+""")
+num_lines = ranks.run(lab.lines_written, "moments.yaml", "runs/moments")[0]
+print(num_lines)
+
+# %% [markdown]
+# Until `step()` the sums wait, so that micro-batches can be added to them, and so that all tensors of a step travel in
+# one message. Transformer Engine's guide says that lines on activations are written when the `with` of the autocast
+# ends, and those on gradients after backward. In its source, that of 2.20.0.dev0 of August 2026, they wait for
+# `debug_api.step()` as well. Two things follow: a loop of your own that never calls `debug_api.step()` writes nothing,
+# and a run that breaks off within a step leaves no line of that step.
+#
+# **Names of layers.** The patterns of this lesson choose nothing in a `TransformerLayer`, because its layers have other
+# names:
+#
+# | labcode | `TransformerLayer`, behind its own name |
+# |---|---|
+# | `attention.qkv` | `self_attention.layernorm_linear_qkv` or `linear_qkv`; from `infer_and_assign_layer_names` `layernorm_qkv` or `qkv` |
+# | `attention.proj` | `self_attention.proj` |
+# | `mlp.up` | `layernorm_mlp.fc1` |
+# | `mlp.down` | `layernorm_mlp.fc2` |
+#
+# **Takeaway: initialize before the first layer, the same file on every rank, a reduction group for each stage of the
+# pipeline, and `step` after the last micro-batch. Without a group the statistics are those of all ranks.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* `train_with_features` has been run with a stand-in for the library only
+# (`tests/ranks/test_l19_transformer_engine.py`). What is said of None, of the 51, of micro-batches and of the moment at
+# which lines are written was seen by running the Python files of `transformer_engine/debug` of 2.20.0.dev0 on four CPU
+# ranks, with empty classes for the compiled parts. Ask: what does a rank do whose file has fewer layers than those of the
+# others? (The others wait for it in the reduction: hence the same file on every rank.)
+
 # %%
 ranks.close()
 
@@ -1317,23 +1524,7 @@ ranks.close()
 # run's, such as `mxfp8_underflows%` in a run with delayed scaling, which says whether MXFP8 would lose less. Four things
 # are Transformer Engine's alone, and a file that has them is refused in one line that says so: `LogNvfp4TensorStats`,
 # `max_blockwise_dynamic_range`, statistics of `fp8_block_scaling`, and the scales of MXFP8. `overflows%` is refused where
-# scaling is not delayed, here and there.
-#
-# Names of layers are those of the model. In a `TransformerLayer` of Transformer Engine the four linear layers of a block
-# are called `self_attention.layernorm_linear_qkv` (or `linear_qkv`), `self_attention.proj`, `layernorm_mlp.fc1` and
-# `layernorm_mlp.fc2`, after the name of the layer itself; here they are `attention.qkv`, `attention.proj`, `mlp.up` and
-# `mlp.down`, after `blocks.0`. The pattern `blocks` of this lesson chooses nothing there, unless your modules are
-# called so. What you call there, in Transformer Engine 2.20.0.dev0 of August 2026, has these names here (`debug_api` is
-# `nvdlfw_inspect.api`, `te` is `transformer_engine.pytorch`):
-#
-# | Transformer Engine | labcode | what its guide says |
-# |---|---|---|
-# | `te.autocast(recipe=..., amax_reduction_group=...)`, once `fp8_autocast(fp8_recipe=..., fp8_group=...)` | `Fp8(recipe, group).autocast(model)`, `--fp8.recipe`, `--fp8.share` | scaling factors are synchronised over the group; with sequence parallelism it must include the tp group |
-# | `debug_api.initialize(config_file=..., feature_dirs=..., log_dir=...)` | `--debug.config`, `--debug.feature_dir`, `--debug.log_dir` | the same file on every node |
-# | `debug_api.set_tensor_reduction_group(group)` | `--debug.reduce_over dp tp` | statistics are reduced over the group; with None each node has its own |
-# | `transformer_engine.debug.set_weight_tensor_tp_group_reduce(False)` | `--debug.reduce_weights false` | every node logs its shard of the weight |
-# | `debug_api.step()` | the loop calls it after backward of each step | between two calls micro-batches accumulate, weights do not change |
-# | `tb_writer` of `initialize` | `--debug.tensorboard` | only nodes that have a writer write: one in each pipeline stage is enough |
+# scaling is not delayed, here and there. Section 11 has the names of its calls and of its layers.
 #
 # On a cluster, the file and the folder of the logs must lie where all nodes see them. Each rank writes a file of its
 # own, so 1,024 ranks write 1,024 files: choose a `freq` of 100 or more, and few layers.
@@ -1404,6 +1595,8 @@ ranks.close()
 #   STAN-CS-79-773: <https://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf>.
 # - Transformer Engine, *Precision debug tools*:
 #   <https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/debug.html>: features, distributed behaviour.
+# - Transformer Engine 2.20.0.dev0, August 2026, `docs/debug` (the two pages of section 11 are `3_api_debug_setup` and
+#   `4_distributed`) and `transformer_engine/debug`: reduction groups, micro-batches, when lines are written.
 # - NVIDIA, *nvidia-dlfw-inspect*: <https://github.com/NVIDIA/nvidia-dlfw-inspect>: the library that reads the YAML.
 # - Higham and Mary 2019, *A New Approach to Probabilistic Rounding Error Analysis*, SIAM J. Sci. Comput. 41(5),
 #   DOI 10.1137/18M1226312: why the bound grows with a square root.

@@ -48,8 +48,9 @@ brief = lab.H100
 # ## 1. The brief (core, 15 min)
 #
 # The whole lesson is about one model: 80 layers of 8,192 features, 64 heads of which 8 have keys and values of their
-# own, 70 billion weights. The first brief wants it trained on 1.4 trillion tokens, on 1,024 H100s with eight in a node,
-# in at most 24 days. A step has 1,024 samples of 4,096 tokens.
+# own, 70 billion weights. (Llama 3 70B has these sizes, too. Its MLP has a gate, a third matrix, and is 28,672 wide.
+# Ours has two matrices, and is 44,032 wide.) The first brief wants it trained on 1.4 trillion tokens, on 1,024 H100s
+# with eight in a node, in at most 24 days. A step has 1,024 samples of 4,096 tokens.
 
 # %% tags=["nbval-check-output"]
 weights = l20_plan.parameters(brief.shape)
@@ -77,9 +78,9 @@ print(f"MFU {mfu:.0%}")
 
 # %% [markdown]
 # What was computed is `labcode.perf`'s estimate for the best layout that it finds. (Its MFU counts the FLOPs of
-# attention, too, which are some 8 % more; by 6 FLOPs for each weight and token it would be 41 %.) The brief is possible,
-# with a week to spare. That week is not generous: of the published runs of lesson 20 one in ten took more than 1.27
-# times the estimate, which would be 21 days, and machines break (lesson 17).
+# attention, too, which are some 8 % more; by 6 FLOPs for each weight and token it would be 41 %.) The brief is
+# possible, with a week to spare. That week is not generous: of the published runs of lesson 20 one in ten took more
+# than 1.27 times the estimate, which would be 21 days, and machines break (lesson 17).
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 21.1 · Days and MFU
@@ -138,7 +139,11 @@ check("21.1", days_and_mfu)
 # conventions.
 #
 # There are 380 candidates for our brief that keep the first six rules. As in lesson 20, ZeRO-2 is not among them, and
-# neither is ZeRO-3 with a pipeline, which would gather the weights of a stage for every micro-batch.
+# neither is ZeRO-3 with a pipeline. A stage works on many micro-batches in a step. To keep no more than its shard,
+# ZeRO-2 would reduce the gradients after each of them, and ZeRO-3 gather the weights for each, where ZeRO-1 does either
+# once. DeepSpeed refuses both. FSDP in torchtitan keeps the weights of a stage gathered for the whole step, and
+# PyTorch's pipeline reduces the gradients after the last micro-batch, so that only the optimizer is sharded throughout.
+# That is why ZeRO-1 goes with pipelines.
 #
 # **Predict.** Does the fastest of these 380 keep the last one as well? (What is fastest keeps everything that it
 # computes, and cuts as little as possible.)
@@ -234,9 +239,15 @@ for found in lab.fitting(brief)[:6]:
 # %% [markdown]
 # ### Other bytes for a weight
 #
-# Lesson 20 counted 2+2+12: weights and gradients of 2 bytes, and an optimizer that keeps two moments and its own copy of
-# the weight in float32. These are 16 bytes as well. Megatron-LM in bfloat16 adds gradients up in float32, so it has
-# 2+4+12, 18 bytes. A brief has the convention as `brief.convention`.
+# Lesson 20 counted 2+2+12: weights and gradients of 2 bytes, and an optimizer that keeps two moments and its own copy
+# of the weight in float32. Here are four programs. A brief has one of them as `brief.convention`.
+#
+# | convention | whose | bytes of a weight | gathered + reduced in | whole on a rank with ZeRO-1 |
+# |---|---|---|---|---|
+# | 4+4+8 | ours | 16 | 4 + 4 | 8 |
+# | 2+2+12 | of the ZeRO paper | 16 | 2 + 2 | 4 |
+# | 2+4+12 | Megatron-LM in bfloat16, which adds gradients up in float32 | 18 | 2 + 4 | 6 |
+# | FSDP2 | `fully_shard` as torchtitan uses it: weight, gradient and moments are shards in float32 | 4+4+8 = 16 | 2 + 4 | 6, in a pipeline: the gathered weight and the sum of the gradients |
 #
 # **Predict.** We search once more with 2+2+12, and nothing else is changed. Is the fastest layout that fits the
 # `"same"`, `"another one with a pipeline"` or `"one without a pipeline"`?
@@ -264,14 +275,14 @@ else:
 compare("with 2+2+12", winner_is, kind, found="computed", options=KINDS_OF_WINNER)
 
 # %% [markdown]
-# With 2+2+12 ZeRO-3 over 512 ranks wins, with tp 2 and no pipeline; the layout that won above is the fourth
-# now. Three things have moved. What ZeRO-3 gathers and reduces has half the bytes, so that it hides behind the products.
+# With 2+2+12 ZeRO-3 over 512 ranks wins, with tp 2 and no pipeline; the layout that won above is the fourth now. Three
+# things have moved. What ZeRO-3 gathers and reduces has half the bytes, so that it hides behind the products.
 # Activations are narrower. And a rank of a pipeline with ZeRO-1 keeps 4 bytes of a weight whole and not 8, so that even
-# two stages fit. With Megatron's 2+4+12 the winner is a third layout.
+# two stages fit. With Megatron's 2+4+12 the winner is a third layout. FSDP2 has the same list, although it keeps 4+4+8
+# as our program does: what it sends, and what it keeps whole, has the width of Megatron's.
 #
-# None of the three lists is wrong. They are plans for three programs. (There are more: FSDP2 with its usual mixed precision
-# keeps 4+4+8, and gathers in 2 bytes.) Whoever compares layouts, or reads that somebody
-# else's layout is the best for a 70B model, has to ask for the bytes first.
+# None of the lists is wrong. They are plans for four programs. Whoever compares layouts, or reads that somebody else's
+# layout is the best for a 70B model, has to ask for the bytes first.
 #
 # **Takeaway: weight + gradient + optimizer, and the width of what is sent, belong to the plan. Change them and the best
 # layout changes.**
@@ -323,8 +334,8 @@ check("21.3", rivals)
 # Or it fits and is slower: then it loses by seconds. And something makes it lose. `lab.predicted(layout, brief)`
 # returns an estimate with `step_s` and `parts`, the seconds of each part of a step, and with `memory_bytes` and
 # `memory_parts`, the bytes of each part of the memory. The culprit is the part that **grew most** from the chosen
-# layout to the rival, and not the largest one: products are the largest part of every layout. Where the rival is faster,
-# it does not lose, and the seconds are negative.
+# layout to the rival, and not the largest one: products are the largest part of every layout. Where the rival is
+# faster, it does not lose, and the seconds are negative.
 #
 # Some parts have names that you have not met: `elementwise` are norms and the like, `launch` is the time to start
 # kernels, and `fsdp` what ZeRO-3 gathers and does not hide; of the memory `reserved` is what the software keeps for
@@ -532,10 +543,10 @@ better = lab.fitting(slow_brief)[0]
 print(f"the best one now: {better.layout}, {better.step_s:.2f} s")
 
 # %% [markdown]
-# The part dp is more than five times as long: before, the last backward hid nearly all of the gradients, and now it hides
-# only as much as it is long. So the choice changes. The new winner keeps as little as possible, to have room for 16 samples at once. Then it has a
-# single micro-batch in each step, and ZeRO-3, which gathers the weights for each micro-batch, gathers them only once
-# for forward and once for backward. Most of their travel is behind the products.
+# The part dp is more than five times as long: before, the last backward hid nearly all of the gradients, and now it
+# hides only as much as it is long. So the choice changes. The new winner keeps as little as possible, to have room for
+# 16 samples at once. Then it has a single micro-batch in each step, and ZeRO-3, which gathers the weights for each
+# micro-batch, gathers them only once for forward and once for backward. Most of their travel is behind the products.
 #
 # What if it is not the network that differs, but the node? Let eight GPUs share one, each with as much of the network
 # as before.
@@ -551,9 +562,9 @@ print(f"{lab.predicted(at_home.layout, small_brief).parts['dp']:.2f} s")
 print(f"{lab.predicted(at_home.layout, wide).parts['dp']:.2f} s")
 
 # %% [markdown]
-# The choice stays, and its dp part is a third of what it was. By the rule of two levels (lesson 08) 16 ranks have the bus
-# bandwidth of 15/1 adapters on two nodes, and had that of 15/3 on four. (With rings over all adapters it would be 8 and
-# 4: half of what it was.)
+# The choice stays, and its dp part is a third of what it was. By the rule of two levels (lesson 08) 16 ranks have the
+# bus bandwidth of 15/1 adapters on two nodes, and had that of 15/3 on four. (With rings over all adapters it would be 8
+# and 4: half of what it was.)
 #
 # **Takeaway: write your cluster down, and plan again when it changes. The network decides more often than the GPU.**
 
@@ -584,8 +595,8 @@ print(f"...\nthe linter finds {len(errors)} errors")
 # The header has the same memory as our estimate, and an interval for the step: in 8 of 10 published runs it lay between
 # 0.94 and 1.27 times the prediction.
 #
-# A colleague submits the layout without ZeRO. It would wait in the queue for days, and die within a minute. (`here=True`
-# asks for this machine in place of a queue. It does not get that far.)
+# A colleague submits the layout without ZeRO. It would wait in the queue for days, and die within a minute.
+# (`here=True` asks for this machine in place of a queue. It does not get that far.)
 
 # %% tags=["raises-exception"] raises="ValueError: predicted 94.5 GiB on a GPU of 79.1: the job would run out of memory"
 too_full = lab.job(chosen._replace(zero=0), brief)
@@ -649,8 +660,8 @@ print("all agree" if ran.calls == expected else "they do not agree")
 # %% [markdown]
 # Every collective that the rank starts is one that the formula has, with the same size and the same group. More
 # all-gathers than reduce-scatters are started because only a part of each input is kept, and backward gathers it once
-# more. (The all-reduce of 400 MiB over 2 ranks is the gradient of the tied embedding, which the first and the last stage
-# both have.) What the dry run leaves out: the average of gradients over dp, and ZeRO's optimizer.
+# more. (The all-reduce of 400 MiB over 2 ranks is the gradient of the tied embedding, which the first and the last
+# stage both have.) What the dry run leaves out: the average of gradients over dp, and ZeRO's optimizer.
 #
 # **Takeaway: a dry run proves that code and plan count the same things. It cannot say how long they take.**
 
@@ -687,8 +698,8 @@ gap = lab.largest_gap(reference.losses, miniature.losses)
 compare("the same losses", same_losses, gap < 1e-4, found="measured")
 
 # %% [markdown]
-# A pipeline that mixed up two micro-batches, a tp group with the wrong ranks, or an optimizer that updates another rank's
-# part would show here. Sums are made in another order, so that the last digits differ.
+# A pipeline that mixed up two micro-batches, a tp group with the wrong ranks, or an optimizer that updates another
+# rank's part would show here. Sums are made in another order, so that the last digits differ.
 #
 # And the time? `measure_here` has measured this machine with eight ranks at work: products, attention, memory, each
 # collective, and what Python takes for an operation and for a step. That is a cluster file like yours, and the
@@ -794,25 +805,26 @@ node_kw = 10.2  # the most that a DGX H100 takes, by its datasheet
 energy_mwh = brief.gpus / 8 * node_kw * total_days * 24 / 1000
 print(f"{total_days:.1f} days with failures and saving, in jobs of 24 hours")
 print(f"{away:.1f} nodes are away at any time, if a repair takes {repair_days} days")
-print(f"{brief.gpus * total_days * 24:,.0f} GPU hours; at most {energy_mwh:.0f} MWh")
+print(f"{brief.gpus * total_days * 24:,.0f} GPU hours")
+print(f"at most {energy_mwh:.0f} MWh for the nodes; cooling and network come on top")
 
 # %% [markdown]
-# So the plan asks for 132 nodes and not for 128, since more than one is often away, for some eighteen jobs in a row that each resume from the last
-# checkpoint (lesson 14, `--dependency` or requeue), and for somebody who reads the log every day. GPU hours times what
-# your site charges are the price.
+# So the plan asks for 132 nodes and not for 128, since more than one is often away, for some eighteen jobs in a row
+# that each resume from the last checkpoint (lesson 14, `--dependency` or requeue), and for somebody who reads the log
+# every day. GPU hours times what your site charges are the price.
 #
-# **The page.** Write the plan down, as a page that somebody can read in three minutes, with these parts: the brief in two
-# sentences; the layout with its bytes of a weight; seconds, days and MFU, and the interval in which they will lie; memory
-# of the fullest rank and what is left; the two strongest rivals with number and part; batch and precision; checkpoints,
-# failures and spare nodes; GPU hours and energy; what you will measure in the first hour, and which number would make you
-# stop. Give it to a colleague, who may ask three questions.
+# **The page.** Write the plan down, as a page that somebody can read in three minutes, with these parts: the brief in
+# two sentences; the layout with its bytes of a weight; seconds, days and MFU, and the interval in which they will lie;
+# memory of the fullest rank and what is left; the two strongest rivals with number and part; batch and precision;
+# checkpoints, failures and spare nodes; GPU hours and energy; what you will measure in the first hour, and which number
+# would make you stop. Give it to a colleague, who may ask three questions.
 #
 # **Takeaway: a plan is a page. The layout is one paragraph of it.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Pages are best exchanged in pairs; each writes the three questions under the other's page. What is
-# nearly always missing: the convention of bytes, the unit of MFU's peak, and the number at which one would stop. A good
-# one: "if the first 20 steps take more than 1.27 times 4.3 s, we stop and profile". Nobody checks the page but its
+# *For the instructor.* Pages are best exchanged in pairs; each writes the three questions under the other's page. What
+# is nearly always missing: the convention of bytes, the unit of MFU's peak, and the number at which one would stop. A
+# good one: "if the first 20 steps take more than 1.27 times 4.3 s, we stop and profile". Nobody checks the page but its
 # reader, on purpose.
 
 # %% [markdown] tags=["exercise"]
@@ -872,7 +884,7 @@ check("21.6", my_plan)
 #
 # | what | start |
 # |---|---|
-# | every layout of a brief | `python -m labcode.perf plan --model llama3-70b --cluster dgx-h100 --gpus 1024 --global-batch 1024` |
+# | every layout of a brief, here of Llama 3 70B | `python -m labcode.perf plan --model llama3-70b --cluster dgx-h100 --gpus 1024 --global-batch 1024` |
 # | on your own cluster | `python -m labcode.perf plan --model gpt2-124m --cluster my.toml --gpus 16 --global-batch 256` |
 # | one rank, dry | `python -m labcode.train.dry_run 1024 gpt_10m --parallel.tp 2 --parallel.pp 2 --train.global_batch 512` |
 # | the script | `python -m labcode.slurm render gpt_10m --site perlmutter --nodes 2 --ranks-per-node 4` |
@@ -930,7 +942,7 @@ check("21.6", my_plan)
 # | 09, 10 | tp cuts matrices, two all-reduces a layer each way; sequence parallelism cuts the rest |
 # | 11 | the ring carries keys and values round; long samples fit |
 # | 12 | the bubble is (pp-1)/m |
-# | 13 | ZeRO cuts states over dp: 12, 14 or all 16 bytes of a weight |
+# | 13 | ZeRO cuts states over dp: 12, 14 or all 16 bytes of a weight, where they are 2+2+12 |
 # | 14, 15 | a job is a script; a layout is a form of a few numbers |
 # | 16 | memory has parts; checkpointing buys some back with a third more arithmetic |
 # | 17 | machines break: save, resume, lose little |
@@ -953,5 +965,9 @@ check("21.6", my_plan)
 # - Llama Team 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783: 38 to 43 % of the peak on up to 16,384 H100s; table 5,
 #   interruptions; section 3.4.1, the batch in tokens.
 # - Daly 2006, doi:10.1016/j.future.2004.11.016: the interval between checkpoints. NVIDIA DGX H100 datasheet, 2022: 10.2 kW.
-# - PyTorch, *torchtitan*: <https://github.com/pytorch/torchtitan>.
-# - NVIDIA, *Megatron-LM*: <https://github.com/NVIDIA/Megatron-LM>.
+# - PyTorch, *torchtitan*: <https://github.com/pytorch/torchtitan>; its FSDP in a pipeline and its dtypes:
+#   `fsdp_reshard_after_forward`, `mixed_precision_param` and `mixed_precision_reduce` in
+#   <https://github.com/pytorch/torchtitan/blob/b5bcd76/torchtitan/config/configs.py>. DeepSpeed's refusal:
+#   <https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/pipe/engine.py>.
+# - NVIDIA, *Megatron-LM*: <https://github.com/NVIDIA/Megatron-LM>; bytes of a parameter with its distributed optimizer:
+#   <https://docs.nvidia.com/megatron-core/developer-guide/latest/distrib_optimizer.html>.

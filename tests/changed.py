@@ -60,6 +60,10 @@ SUBJECTS = {
         "labcode/train/device_speed.py",
     ],
     "tests/unit/test_slurm_local.py": ["labcode/slurm/run/*", "labcode/launch*.py"],
+    "tests/unit/test_hub_config.py": [
+        "labcode/perf/hub_config.py",
+        "labcode/perf/transformer.py",
+    ],
     "tests/unit/test_loader.py": ["labcode/data/loader.py", "labcode/fork_server.py"],
     "tests/ranks/test_dry_run.py": ["labcode/perf/*", "labcode/train/dry_run.py"],
     # the answers that need real processes; the others are tried in every run

@@ -24,11 +24,13 @@ FLOORS = {
 GROUND = {
     "labcode",
     "__main__",
+    "arguments",
     "command",
     "combinations",
     "config",
     "course",
     "fields",
+    "file_kinds",
     "files",
     "fork_server",
     "hardware",
@@ -40,6 +42,7 @@ GROUND = {
     "suggest",
     "topology",
     "units",
+    "waits",
 }
 DOORS = {"lab": "teach"}  # a module through which lessons come, and the room it belongs to
 NO_TORCH = ("ground", "minislurm", "perf", "slurm")

@@ -11,6 +11,7 @@ read ahead and not trained on does not count.
 
 import atexit
 import copy
+import errno
 import itertools
 import multiprocessing
 import os
@@ -18,12 +19,14 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
@@ -257,22 +260,59 @@ class _Failure:
 
 
 class _Guarded(Dataset):
-    """A reader whose known errors are values."""
+    """A reader in a worker, whose errors are values: an exception would bring 80 lines along."""
 
     def __init__(self, reader: StepReader) -> None:
         self.reader = reader
 
     def __getitem__(self, step: int) -> list[Batch] | _Failure:
         try:
-            return self.reader[step]
+            batches = self.reader[step]
+            # Done here, where an error can be told: the thread of multiprocessing that would do it
+            # prints its errors and drops the batch, for which the rank then waits for ever.
+            for batch in batches:
+                for tensor in batch:
+                    tensor.share_memory_()
+            return batches
         except DataError as error:
             return _Failure(str(error))
         except MemoryError as error:
             text = f"a loader worker is out of memory ({error})" if str(error) else ""
             return _Failure(f"{text or 'a loader worker is out of memory'}: {FEWER}")
+        except Exception as error:
+            if _lacks_shared_memory(error):
+                return _Failure(f"a loader worker found no more shared memory: {ENLARGE}")
+            what = " ".join(f"{type(error).__name__}: {error}".split())
+            return _Failure(
+                f"a loader worker failed at the batch of step {step}: {what}{_place_of(error)}: "
+                "--loader.workers 0 reads in the training process and shows the whole traceback"
+            )
 
 
 FEWER = "lower loader.workers or loader.prefetch"
+ENLARGE = (
+    "enlarge /dev/shm (docker: --shm-size=8g or --ipc=host), lower loader.workers or "
+    "loader.prefetch, or use --loader.workers 0"
+)
+
+
+def _place_of(error: Exception) -> str:
+    """ " (file, line 12)": the innermost line that belongs to no installed package."""
+    for entry in reversed(traceback.extract_tb(error.__traceback__)):
+        if "site-packages" not in entry.filename:
+            return f" ({Path(entry.filename).name}, line {entry.lineno})"
+    return ""
+
+
+def _lacks_shared_memory(error: Exception) -> bool:
+    """Whether an error is that of a full /dev/shm, where workers put what they have read."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return error.filename is None  # semaphores have no name; a full disk names its file
+    # how torch says it, which makes a RuntimeError of it: "unable to allocate shared memory(shm)",
+    # "unable to write to file </torch_32632_2>", "unable to mmap 512 bytes from file </torch_...>"
+    text = str(error)
+    is_torch = isinstance(error, RuntimeError) and "unable to " in text
+    return is_torch and ("shared memory" in text or "</torch_" in text)
 
 
 class _Steps(Sampler):
@@ -348,13 +388,16 @@ class _Workers:
         return found
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
-        """Say in one line that a worker has died; other errors are bugs and stay as they are.
+        """Say in one line that a worker has died or could not be given what it needs.
 
         torch finds out within 5 s, or meets the closed connection of the worker before.
         """
         try:
             return work()
         except (RuntimeError, OSError, EOFError) as error:
+            if _lacks_shared_memory(error):
+                text = f"the loader's workers find no more shared memory: {ENLARGE}"
+                raise DataError(text) from error
             dead = self._dead_worker()
             if dead is None:
                 raise
@@ -450,10 +493,7 @@ def _why_it_died(worker: Any) -> str:
     code = worker.exitcode
     who = f"loader worker {worker.pid}"
     if code == -signal.SIGBUS:
-        return (
-            f"{who} found no more shared memory (SIGBUS): enlarge /dev/shm (docker: --shm-size), "
-            f"or {FEWER}"
-        )
+        return f"{who} found no more shared memory (SIGBUS): {ENLARGE}"
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         reason = ", as it is when memory runs out" if name == "SIGKILL" else ""

@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import sys
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,17 @@ import numpy as np
 import torch
 
 from labcode.config import TextData
+from labcode.data import token_files
 from labcode.data.paths import check_is_file, user_path
-from labcode.data.tokenizer import Tokenizer, make_tokenizer, pieces, tokenizer_from_json
+from labcode.data.tokenizer import (
+    AnyTokenizer,
+    BPETokenizer,
+    Tokenizer,
+    make_tokenizer,
+    pieces,
+    tokenizer_from_json,
+)
+from labcode.file_kinds import LOOK_BYTES, Kind, kind_of, kind_of_bytes
 from labcode.files import write_atomically
 from labcode.units import si
 
@@ -43,6 +53,7 @@ FORMAT = 2  # of the token files: those of another format are made again
 # of 4 MB may hold as much.
 MOST_TEXT_BYTES = 4 * 10**9
 READ_BYTES = 2**20  # at once
+PROGRESS_S = 5.0
 
 
 class TextDataset:
@@ -137,7 +148,7 @@ class TextSplits:
 
     train: TextDataset
     val: TextDataset
-    tokenizer: Tokenizer
+    tokenizer: AnyTokenizer
     sha256: str
 
 
@@ -160,7 +171,11 @@ def load(config: TextData, context_length: int, cache_dir: str | Path | None = N
     """
     path = SHAKESPEARE if config.path is None else user_path(config.path, "data.path")
     cache = user_path(CACHE if cache_dir is None else cache_dir, "data.cache_dir")
-    tokens, tokenizer, sha256 = _prepared(path, config, cache)
+    kind = _kind(path)
+    if kind.name in token_files.KINDS:
+        tokens, tokenizer, sha256 = token_files.read(path, kind, config)
+    else:
+        tokens, tokenizer, sha256 = _prepared(path, config, cache)
     num_train = len(tokens) - math.ceil(len(tokens) * config.val_fraction)
     train = TextDataset(tokens[:num_train], context_length)
     val = TextDataset(tokens[num_train:], context_length)
@@ -327,7 +342,9 @@ def _prepare(path: Path, config: TextData, file: _TokenFile) -> _Prepared:
         text = _read(path, file.text_sha256)
         tokenizer = make_tokenizer(config.tokenizer, text, config.bpe_vocab_size)
         dtype = "<u2" if tokenizer.vocab_size <= 65535 else "<u4"
-        tokens = [np.array(tokenizer.encode(piece), dtype) for piece in pieces(text)]
+        tokens = []
+        for piece in _with_progress(pieces(text), len(text), path):
+            tokens.append(np.array(tokenizer.encode(piece), dtype))
     except MemoryError:
         raise ValueError(
             f"{path} does not fit into memory as a whole: give a part of it, or a machine with more"
@@ -337,7 +354,7 @@ def _prepare(path: Path, config: TextData, file: _TokenFile) -> _Prepared:
 
 def _prepared(path: Path, config: TextData, cache: Path) -> tuple[np.ndarray, Tokenizer, str]:
     """(The tokens of a text, [T] memory-mapped, its tokenizer and its sha256)."""
-    kind = "char" if config.tokenizer == "char" else f"bpe{config.bpe_vocab_size}"
+    kind = _tokenizer_key(config)
     sha256 = _sha256(path)
     file = _TokenFile(cache / f"{sha256}-{kind}", sha256)
     try:
@@ -360,6 +377,30 @@ def _prepared(path: Path, config: TextData, cache: Path) -> tuple[np.ndarray, To
     return found.tokens, found.tokenizer, sha256
 
 
+def _with_progress(parts: Iterator[str], num_characters: int, path: Path) -> Iterator[str]:
+    """The pieces of a text; where they take long, a line on stderr says how far it is."""
+    done = 0
+    told = time.monotonic()
+    for part in parts:
+        yield part
+        done += len(part)
+        if time.monotonic() - told > PROGRESS_S:
+            told = time.monotonic()
+            share = f"{done / num_characters:.0%} of {num_characters:,} characters"
+            print(f"making tokens of {path}, once: {share}", file=sys.stderr, flush=True)
+
+
+def _tokenizer_key(config: TextData) -> str:
+    """Which tokenizer, for the name of a token file: as it is written, or by its content."""
+    if config.tokenizer == "char":
+        return "char"
+    if config.tokenizer == "bpe":
+        return f"bpe{config.bpe_vocab_size}"
+    path = user_path(config.tokenizer, "data.tokenizer")
+    BPETokenizer.read(path)  # says what is wrong with it, before the text is read
+    return f"own{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+
+
 @contextlib.contextmanager
 def _one_at_a_time(lock_path: Path) -> Iterator[bool]:
     """Only one process at a time gets in; yields whether that is sure.
@@ -377,6 +418,55 @@ def _one_at_a_time(lock_path: Path) -> Iterator[bool]:
 
 
 # ---- reading the text
+
+TEXTS = ("text", "gzip")
+EXPECTED = "UTF-8 text"
+UNPACKED = "write its text into a file of its own"
+REMEDIES = {
+    "UTF-16": "convert it, iconv -f UTF-16 -t UTF-8 IN > OUT",
+    "UTF-32": "convert it, iconv -f UTF-32 -t UTF-8 IN > OUT",
+    "other text": "convert it, for example with iconv -f LATIN1 -t UTF-8 IN > OUT",
+    "json": "write out its texts, with <|endoftext|> between them",
+    "parquet": UNPACKED,
+    "arrow": UNPACKED,
+    "parquet folder": UNPACKED,
+    "arrow folder": UNPACKED,
+    "pdf": UNPACKED,
+    "document": UNPACKED,
+    "sqlite": UNPACKED,
+    "megatron": "name the .bin beside it, which holds the tokens",
+    "npz": "give one array, as numpy.save writes it (.npy)",
+    "torch": "give tokens as numpy.save writes them (.npy), or the text",
+    "old torch": "give tokens as numpy.save writes them (.npy), or the text",
+    "pickle": "it is not opened, since that would run what it holds; give tokens as numpy.save "
+    "writes them (.npy), or the text",
+    "empty": "give a file with some text",
+    "unknown": "give a text, or tokens as nanoGPT (.bin) or numpy (.npy) writes them",
+}
+
+
+def _kind(path: Path) -> Kind:
+    """What a path leads to: a text, or tokens.
+
+    What cannot be opened is told by whoever opens it.
+
+    Raises:
+        ValueError: Something else.
+    """
+    check_is_file(path, "text")
+    try:
+        kind = kind_of(path)
+        if kind.name == "gzip":
+            with gzip.open(path) as file:
+                head = file.read(LOOK_BYTES)
+            inside = kind_of_bytes(head, Path(path.stem), len(head))
+            kind = kind if inside.name in TEXTS else inside
+    except (OSError, EOFError, zlib.error):
+        return Kind("text", "a text")
+    known = {*TEXTS, *token_files.KINDS, "folder", "empty folder", "missing"}
+    if kind.name in known:
+        return kind
+    raise ValueError(kind.is_not(path, EXPECTED, REMEDIES))
 
 
 @contextlib.contextmanager

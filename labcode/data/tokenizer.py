@@ -4,7 +4,10 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeAlias
+
+from labcode.data.paths import user_path
 
 # between documents, here plays: one token, number 0, in both tokenizers
 SEPARATOR = "<|endoftext|>"
@@ -84,7 +87,8 @@ class BPETokenizer:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.vocab_size: int = model.get_vocab_size()
+        # the largest number and one more: some of the hub leave numbers out
+        self.vocab_size: int = max(model.get_vocab().values(), default=-1) + 1
 
     @classmethod
     def train(cls, text: str, vocab_size: int) -> "BPETokenizer":
@@ -113,9 +117,28 @@ class BPETokenizer:
         model.train_from_iterator(pieces(text), trainer)
         return cls(model)
 
+    @classmethod
+    def read(cls, path: Path) -> "BPETokenizer":
+        """The tokenizer of a model of the hub, of any kind that `tokenizer.json` describes.
+
+        Raises:
+            ValueError: The file is missing, or none of a tokenizer.
+        """
+        from tokenizers import Tokenizer
+
+        if not path.is_file():
+            raise ValueError(f"data.tokenizer: there is no {path}: give a tokenizer.json")
+        try:
+            return cls(Tokenizer.from_file(str(path)))
+        except Exception as error:  # tokenizers raises no narrower one
+            raise ValueError(
+                f"data.tokenizer: {path} is no tokenizer.json ({error}): give the file of that "
+                "name beside the weights"
+            ) from None
+
     def encode(self, text: str) -> list[int]:
-        """Token numbers."""
-        return self.model.encode(text).ids
+        """Token numbers, without those that some models want at the beginning and end."""
+        return self.model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token numbers; `decode(encode(text)) == text`."""
@@ -126,19 +149,44 @@ class BPETokenizer:
         return {"kind": "bpe", "model": json.loads(self.model.to_str())}
 
 
+class TokenNumbers:
+    """In place of a tokenizer that nobody has given: tokens are written as their numbers.
+
+    Args:
+        vocab_size: One more than the largest.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """Raises ValueError: nobody knows which token a text is."""
+        raise ValueError(
+            "the tokenizer of these tokens is not known: give data.tokenizer=FILE.json"
+        )
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The numbers, in one line."""
+        return " ".join(map(str, ids))
+
+
 Tokenizer: TypeAlias = CharTokenizer | BPETokenizer
+# also of tokens that another program has made
+AnyTokenizer: TypeAlias = Tokenizer | TokenNumbers
 
 
 def make_tokenizer(kind: str, text: str, vocab_size: int) -> Tokenizer:
     """A tokenizer for a text.
 
     Args:
-        kind: "char" or "bpe".
+        kind: "char", "bpe", or the path of a tokenizer.json.
         text: What it is for.
         vocab_size: For "bpe" alone; "char" has as many tokens as there are characters.
     """
     if kind == "char":
         return CharTokenizer.train(text)
+    if kind != "bpe":
+        return BPETokenizer.read(user_path(kind, "data.tokenizer"))
     return BPETokenizer.train(text, vocab_size)
 
 

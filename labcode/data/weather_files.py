@@ -1,6 +1,6 @@
-"""Opens gridded weather: the packed sample of the course, zarr, and HDF5 or netCDF-4.
+"""Opens gridded weather: the packed sample of the course, zarr, and HDF5 or netCDF.
 
-Only the last two need xarray.
+All but the sample need xarray.
 
 Shapes: T times, C variables, Y latitudes, X longitudes.
 """
@@ -17,8 +17,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from labcode.data import calendars
 from labcode.data.paths import check_is_file, user_path
 from labcode.fields import shown
+from labcode.file_kinds import Kind, kind_of
 
 Numbers: TypeAlias = Sequence[int] | np.ndarray  # of times
 
@@ -29,10 +31,26 @@ AXES = (
     ("latitude", "lat"),
     ("longitude", "lon"),
 )
-PACKAGES = {"zarr": ("xarray", "zarr"), "h5netcdf": ("xarray", "h5netcdf", "h5py")}
+# {engine of xarray: packages that it needs}
+PACKAGES = {
+    "zarr": ("xarray", "zarr"),
+    "h5netcdf": ("xarray", "h5netcdf", "h5py"),
+    "scipy": ("xarray", "scipy"),
+}
+IN_EXTRA = ("xarray", "zarr", "h5netcdf", "h5py")  # of labcode[weather]
+# {what a file is: which engine reads it}
+ENGINES = {"zarr": "zarr", "hdf5": "h5netcdf", "netcdf3": "scipy"}
+EXPECTED = "weather on a grid: give a zarr folder, or an HDF5 or netCDF file"
+# {what a file is: what to do with it}
+REMEDIES = {
+    "netcdf5": "convert it, nccopy -k nc4 IN OUT.nc",
+    "hdf4": "convert it, h4toh5 IN OUT.h5",
+    "grib": "convert it, cdo -f nc4 copy IN OUT.nc",
+    "zip": "unpack it; the Climate Data Store sends several files as one, under any name",
+    "folder": "name one of its files; several are joined by cdo mergetime IN*.nc OUT.nc",
+}
 NUMBERS = "fiu"  # kinds of numpy's dtypes: real numbers
 TIMES = "MmfiuO"  # dates and numbers; dates of other calendars are objects
-HDF5_SUFFIXES = (".h5", ".hdf5", ".nc", ".nc4")
 # a file that unpacks to no more is read once, a larger one again for every batch
 IN_MEMORY_BYTES = 2**28
 
@@ -327,35 +345,73 @@ def _engine(path: Path) -> str:
     except OSError as error:  # such as a name that is too long
         raise ValueError(f"weather file {path} cannot be read: {error.strerror}") from None
     if not exists:
-        raise ValueError(
-            f"there is no weather file {path}: give the path of a zarr folder "
-            "or of an HDF5 or netCDF file"
-        )
-    engine = "zarr" if path.is_dir() else "h5netcdf"
-    if engine == "h5netcdf" and path.suffix not in HDF5_SUFFIXES:
-        raise ValueError(
-            f"{path} is neither a zarr folder nor a file that ends in "
-            f"{', '.join(HDF5_SUFFIXES)}: convert it to one"
-        )
+        where = "give the path of a zarr folder or of an HDF5 or netCDF file"
+        if ":/" in str(path):
+            where = "what lies elsewhere is copied first, for example with gcloud storage or wget"
+        raise ValueError(f"there is no weather file {path}: {where}")
+    try:
+        kind = kind_of(path)
+    except OSError as error:
+        raise ValueError(f"weather file {path} cannot be read: {error.strerror}") from None
+    if kind.name not in ENGINES:
+        raise ValueError(_refusal(path, kind))
+    engine = ENGINES[kind.name]
     for package in PACKAGES[engine]:
         try:
             importlib.import_module(package)
         except ImportError as error:
+            what = "labcode[weather]" if package in IN_EXTRA else package
             raise ValueError(
-                f"reading {path} needs the package {package}: pip install labcode[weather]"
+                f"reading {path} needs the package {package}: pip install {what}"
             ) from error
     return engine
+
+
+def _refusal(path: Path, kind: Kind) -> str:
+    """One line about a file that is no weather that can be read."""
+    if kind.name == "unknown" and path.suffix in (".h5", ".hdf5", ".nc", ".nc4"):
+        return (
+            f"{path} is no HDF5 or netCDF file, whatever its name says: it is damaged, or only a "
+            "part of it; copy or download it again"
+        )
+    return kind.is_not(path, EXPECTED, REMEDIES)
 
 
 def _open_dataset(path: Path, engine: str) -> Any:
     import xarray
 
-    # plain HDF5 has no names for its axes
-    options: dict[str, Any] = {} if engine == "zarr" else {"phony_dims": "access"}
-    kind = "zarr" if engine == "zarr" else "HDF5"
+    options: dict[str, Any] = {"engine": engine, "chunks": None, "cache": False}
+    if engine == "h5netcdf":
+        options["phony_dims"] = "access"  # plain HDF5 has no names for its axes
+    kind = {"zarr": "zarr", "h5netcdf": "HDF5", "scipy": "netCDF-3"}[engine]
     with warnings.catch_warnings(), _one_line(f"{path} cannot be opened as {kind}"):
         warnings.simplefilter("ignore")  # about missing consolidated metadata, which costs a moment
-        return xarray.open_dataset(path, engine=engine, chunks=None, cache=False, **options)
+        dataset = xarray.open_dataset(path, decode_times=False, **options)
+        name = next((name for name in AXES[0] if name in dataset.variables), None)
+        if name is None:
+            return dataset
+        units = str(dataset[name].attrs.get("units", ""))
+        calendar = str(dataset[name].attrs.get("calendar", ""))
+        is_other = calendars.needs_decoding(units, calendar)
+        if not is_other and not _has_no_fixed_unit(units):
+            return xarray.open_dataset(path, **options)
+    with _named(f"{path}: {name}"):
+        times = calendars.decode(dataset[name].values, units, calendar)
+    return dataset.assign_coords({name: (dataset[name].dims, times)})
+
+
+def _has_no_fixed_unit(units: str) -> bool:
+    """Whether times are in months or years, which differ in length."""
+    return units.strip().lower().startswith(("month", "year", "common_year"))
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """A ValueError with the place in front of it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
 
 
 def _time_lat_lon(path: Path, field: Any) -> Any:

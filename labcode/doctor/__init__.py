@@ -11,6 +11,11 @@ all_reduce   what each of the two ranks runs
 ask          the command: two questions, and what follows from the answers
 answers      the thread of each rank that answers
 find_run     from a folder, a process or a job to the run
+hang_options what stands behind the word, read before torch is imported
+
+`python -m labcode.doctor job FILE...` and `nccl FILE...` read logs (`labcode.slurm.log`):
+logs         the two commands
+nccl_story   what NCCL's log says of a job, in sentences
 
 hang        who waits for whom, while nothing moves
 standing    where one rank stands: the collective it waits in, and its place in the code
@@ -18,10 +23,13 @@ nccl_log    who talks to whom over what, from NCCL's INFO log
 nccl_lines  what one line of it says
 nccl_graph  ranks, links and communicators as plain data
 watch_loop   what is wrong in a training loop, found while it runs: `doctor.watch(...)`
-watch_calls  collectives compared before they begin
-watch_loss   with which weight a loss enters the gradient
+watch_calls  collectives compared before they begin, and which rank did otherwise
+watch_gradient  what reaches the gradient of each step that is really taken
+watch_loss   with which weight a loss enters it
+watch_samples  which samples are drawn, to train and to evaluate
+watch_errors  what an error of DDP's reducer means
 facts        what one rank notes of a training loop, and one finding
-judge        from the facts of all ranks to findings
+judge        from the facts of all ranks to findings; judge_gradient: about the gradient
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
 """`python -m labcode.doctor`: is this installation right? One plain line for each check.
 
-`python -m labcode.doctor hang` asks a job who is where: `labcode.doctor.ask`.
+`python -m labcode.doctor hang` asks a job who is where: `labcode.doctor.ask`. `job FILE...` and
+`nccl FILE...` tell what logs say: `labcode.doctor.logs`.
 
     right    packages        20 of 20 are there, as pyproject.toml asks
     warning  host name       vm does not resolve: Name or service not known: add it to /etc/hosts
@@ -11,7 +12,6 @@ The exit code is 1 if anything is wrong, 2 for a command that cannot be understo
 Held by: tests/unit/test_doctor_installation.py
 """
 
-import argparse
 import os
 import platform
 import socket
@@ -20,7 +20,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from labcode.doctor import machine, variables
+from labcode import suggest
+from labcode.arguments import Parser
+from labcode.doctor import logs, machine, variables
 from labcode.doctor.checked import RIGHT, WARNING, WRONG, Checked, wrong
 from labcode.hardware import gpus_of_driver, usable_cores
 
@@ -32,26 +34,52 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: Without the program's name; None: those of this process.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    if words[:1] == ["hang"]:
-        from labcode.doctor import ask  # which needs torch
-
-        return ask.main(words[1:])
-    parser = argparse.ArgumentParser(
+    command = words[0] if words and not words[0].startswith("-") else None
+    if command == "hang":
+        return _hang(words[1:])
+    if command in logs.HELP:
+        return logs.main(command, words[1:])
+    if command is not None:
+        listed = ("hang", *logs.HELP)
+        message = suggest.unknown("command", command, listed)
+        print(f"error: {message}; without one it checks this installation", file=sys.stderr)
+        return 2
+    parser = Parser(
         prog="python -m labcode.doctor",
         description=(__doc__ or "").partition("\n")[0],
-        epilog="A job that stands still: python -m labcode.doctor hang --help",
+        epilog="hang [RUN | PID | JOB]: who is where in a job that stands still; "
+        "job FILE...: what failed first; nccl FILE...: who talks to whom over what. "
+        "Each has --help.",
     )
     parser.add_argument("--out", default="runs", help="where runs are to be written (runs)")
     parser.add_argument(
         "--no-ranks", action="store_true", help="start no processes that talk to each other"
     )
-    options = parser.parse_args(words)
+    try:
+        options = parser.parse_args(words)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     levels = Counter()
     for checked in examine(Path(options.out), os.environ, with_ranks=not options.no_ranks):
         print(checked, flush=True)
         levels[checked.level] += 1
     print(f"{levels[RIGHT]} right, {levels[WARNING]} with a warning, {levels[WRONG]} wrong")
     return 1 if levels[WRONG] else 0
+
+
+def _hang(words: list[str]) -> int:
+    """The command `hang`: a mistake in it is answered before torch is imported."""
+    from labcode.doctor import hang_options  # which needs psutil, as no check here does
+
+    try:
+        hang_options.read(words)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    from labcode.doctor import ask  # which needs torch
+
+    return ask.main(words)
 
 
 def examine(out: Path, env: Mapping[str, str], with_ranks: bool) -> Iterator[Checked]:
@@ -74,7 +102,8 @@ def examine(out: Path, env: Mapping[str, str], with_ranks: bool) -> Iterator[Che
     yield machine.check_shared_memory()
     yield machine.check_output(out)
     interfaces = [name for _, name in socket.if_nameindex()]
-    yield from variables.check_variables(env, interfaces, len(usable_cores()))
+    cards = variables.infiniband_cards()
+    yield from variables.check_variables(env, interfaces, len(usable_cores()), cards)
 
 
 def _software(with_ranks: bool) -> Iterator[Checked]:

@@ -15,7 +15,6 @@ that py-spy sees if it is installed. The exit code is 1 if the job is stuck, 2 i
 Held by: tests/ranks/test_ask.py, tests/slurm/test_hang_of_a_job.py
 """
 
-import argparse
 import contextlib
 import shutil
 import socket
@@ -29,14 +28,13 @@ from pathlib import Path
 import psutil
 
 from labcode import processes
+from labcode.doctor import hang_options
 from labcode.doctor.answers import FOLDER, QUESTION, Answer, Thread
-from labcode.doctor.find_run import find_run, processes_of
-from labcode.doctor.hang import describe
+from labcode.doctor.find_run import processes_of
 from labcode.files import is_held, write_atomically
 from labcode.units import ranks_text
+from labcode.waits import describe
 
-APART_S = 5.0
-PATIENCE_S = 10.0  # a rank looks each second; a network disk may show it later
 PY_SPY_S = 20.0
 MOVES_ON = "moves on"
 WORKS = "works"
@@ -51,23 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     Args:
         arguments: Behind the word `hang`.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m labcode.doctor hang", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument(
-        "target",
-        nargs="?",
-        metavar="RUN | PID | JOB",
-        help="a run's folder, a process on this machine (a rank or its torchrun), or a SLURM job",
-    )
-    parser.add_argument("--apart", type=float, default=APART_S, help="seconds between two looks")
-    parser.add_argument(
-        "--patience", type=float, default=PATIENCE_S, help="seconds that ranks have to answer"
-    )
-    parser.add_argument("--threads", action="store_true", help="the stacks of all threads")
-    options = parser.parse_args(arguments)
     try:
-        run = find_run(options.target, Path.cwd())
+        options, run = hang_options.read(arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import psutil
 
-from labcode.comm.bootstrap import place_of_process
 from labcode.comm.place import Place
 from labcode.files import LOCK_NAME, is_held
 from labcode.slurm.run.client import Client, SlurmError
@@ -66,6 +65,8 @@ def runs_of_process(pid: int) -> Iterator[Path]:
     Args:
         pid: Its number on this machine.
     """
+    from labcode.comm.bootstrap import place_of_process  # which needs torch: mistakes come first
+
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         parent = process.parent()
@@ -104,6 +105,8 @@ def processes_of(run: Path, known: Iterable[int]) -> dict[int, psutil.Process]:
         run: Folder of the run, whose holder is one of them.
         known: Numbers of others on this machine.
     """
+    from labcode.comm.bootstrap import place_of_process
+
     holder = _holder(run)
     pids = [*known, *([holder] if holder else [])]
     places = [place for place in map(place_of_process, pids) if place is not None]

@@ -21,18 +21,12 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from labcode.doctor.standing import (
-    Call,
-    Standing,
-    own_standing,
-    position_of_main_thread,
-)
-from labcode.units import ranks_text
+from labcode.doctor.standing import own_standing, position_of_main_thread
+from labcode.waits import Standing, describe
 
 QUIET_S = 60.0  # after so long without progress the ranks tell where they stand
 LOOKS = 6  # in that time
@@ -161,89 +155,3 @@ def _wait_for(store: dist.Store, key: str, limit_s: float, stop: threading.Event
             return store.get(key).decode()
         if time.monotonic() >= deadline or stop.wait(0.05):
             return ""
-
-
-def describe(standings: Sequence[Standing], world_size: int) -> str:
-    """Who waits for whom, in one line: first those for whom the others wait.
-
-    Args:
-        standings: Of the ranks that have answered.
-        world_size: Number of ranks.
-    """
-    by_rank = {standing.rank: standing for standing in standings}
-    parts = []
-    silent = [rank for rank in range(world_size) if rank not in by_rank]
-    if silent:
-        are = "does" if len(silent) == 1 else "do"
-        parts.append(
-            f"{ranks_text(silent)} {are} not answer (stopped, killed, or busy in C code for long)"
-        )
-    parts += _disagreements(by_rank)
-    parts += _missing(by_rank)
-    parts += _waiting(by_rank)
-    return "; ".join(parts)
-
-
-def _disagreements(by_rank: Mapping[int, Standing]) -> list[str]:
-    """Collectives of one number in which ranks do different things.
-
-    Some of them may have gone on: gloo lets ranks pass that have got as many bytes as they wanted.
-    """
-    found = []
-    for standing in by_rank.values():
-        call = standing.waits_in
-        if call is None:
-            continue
-        calls: dict[str, list[int]] = {}
-        for rank in call.ranks:
-            other = by_rank[rank].own_call(call) if rank in by_rank else None
-            if other is not None:
-                calls.setdefault(str(other), []).append(rank)
-        if len(calls) > 1:
-            texts = [f"{ranks_text(ranks)} called {text}" for text, ranks in calls.items()]
-            found.append(f"the ranks disagree: {', '.join(texts)}")
-    return list(dict.fromkeys(found))  # each of the ranks that wait finds the same
-
-
-def _missing(by_rank: Mapping[int, Standing]) -> list[str]:
-    """Ranks that have not come to a collective in which others wait, and wait in none themselves.
-
-    A rank that waits elsewhere is no cause: somebody else lets it wait.
-    """
-    found = []
-    for rank in sorted(by_rank):
-        standing = by_rank[rank]
-        if standing.waits_in is not None:
-            continue
-        missed = _missed_by(standing, by_rank)
-        if missed is not None:
-            found.append(f"rank {rank} has not come to {missed}: it is in {standing.place}")
-    if not found and by_rank and all(s.waits_in is None for s in by_rank.values()):
-        # torch records no collective under way, such as the sends of a pipeline over gloo
-        found = [f"rank {rank} is in {by_rank[rank].place}" for rank in sorted(by_rank)]
-    return found
-
-
-def _missed_by(standing: Standing, by_rank: Mapping[int, Standing]) -> Call | None:
-    """A collective in which another rank waits, and which this one has not called yet."""
-    for other in by_rank.values():
-        call = other.waits_in
-        if call is None or standing.rank not in call.ranks:
-            continue
-        if not standing.has_called(call):
-            return call
-    return None
-
-
-def _waiting(by_rank: Mapping[int, Standing]) -> list[str]:
-    """Who waits in which collective; ranks in the same one together."""
-    waiting: dict[str, list[int]] = {}
-    for rank in sorted(by_rank):
-        call = by_rank[rank].waits_in
-        if call is not None:
-            waiting.setdefault(f"{call} among {ranks_text(call.ranks)}", []).append(rank)
-    texts = []
-    for call_text, ranks in waiting.items():
-        verb = "waits" if len(ranks) == 1 else "wait"
-        texts.append(f"{ranks_text(ranks)} {verb} in {call_text}")
-    return texts

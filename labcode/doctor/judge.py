@@ -1,18 +1,19 @@
 """From the facts of all ranks to findings: pure functions, the same on every rank."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
+from labcode.doctor import judge_gradient
 from labcode.doctor.facts import Facts, Finding
+from labcode.units import ranks_text
 
 SLOW_FACTOR = 2.0
 SLOW_STEPS = 6  # fewer say nothing on a busy machine
 SLOW_LEAST_S = 0.01  # a step: less than that between two ranks is that machine's other work
 SLOW_SHARE = 0.2  # of the others' step, below which nobody waits for it
 TOLERANCE = 1e-6  # of sums of weights that should be equal bit for bit
-UNEVEN = 1.05  # ratio of the weights of two samples in one step
 
 
 def judge(facts: list[Facts]) -> list[Finding]:
@@ -31,21 +32,22 @@ def stopped_calls(facts: list[Facts]) -> Iterator[Finding]:
     """A collective that not all ranks called, or not all alike."""
     said = [fact for fact in facts if fact.call]
     if said:
-        name, what = said[0].call
-        ranks = tuple(fact.rank for fact in said)
-        cure = "let every rank make the same calls, in one order, with equal shapes"
+        name, what, cure = said[0].call
+        ranks = tuple(said[0].differs or (fact.rank for fact in said))
         unit = "rank stopped" if len(said) == 1 else "ranks stopped"
         yield Finding(name, what, ranks, len(said), unit, cure)
 
 
 def same_data(facts: list[Facts]) -> Iterator[Finding]:
     """Two ranks that were given the same inputs at every step."""
-    ranks_with: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    facts_with: dict[tuple[int, ...], list[Facts]] = defaultdict(list)
     for fact in facts:
         if len(fact.inputs) >= 2:
-            ranks_with[tuple(fact.inputs)].append(fact.rank)
-    for inputs, ranks in ranks_with.items():
-        if len(ranks) > 1:
+            facts_with[tuple(fact.inputs)].append(fact)
+    for inputs, alike in facts_with.items():
+        ranks = [fact.rank for fact in alike]
+        # ranks that share a sequence get it whole, and each trains on its part
+        if len(ranks) > 1 and not judge_gradient.have_other_gradients(alike):
             what = "these ranks were given the same inputs at every forward pass"
             cure = "give the DataLoader a DistributedSampler"
             yield Finding("same data", what, tuple(ranks), len(inputs), "equal batches", cure)
@@ -77,6 +79,26 @@ def epoch_forgotten(facts: list[Facts]) -> Iterator[Finding]:
         yield Finding("set_epoch forgotten", what, _ranks(seen), most, "equal epochs", cure)
 
 
+def samplers_disagree(facts: list[Facts]) -> Iterator[Finding]:
+    """Samplers that shuffle in other orders, so that some samples are in several shares."""
+    passes = zip(*(zip(fact.seeds, fact.epochs) for fact in facts))
+    for number, orders in enumerate(passes, start=1):
+        usual, count = Counter(orders).most_common(1)[0]
+        if count == len(facts):
+            continue
+        others = [place for place, order in enumerate(orders) if order != usual]
+        seed, epoch = orders[others[0]]
+        ranks = tuple(facts[place].rank for place in others)
+        what = (
+            f"in pass {number} the sampler of {ranks_text(ranks)} shuffles with seed {seed} and "
+            f"epoch {epoch}, that of the others with seed {usual[0]} and epoch {usual[1]}: "
+            "their shares overlap"
+        )
+        cure = "the same seed and set_epoch(epoch) on all ranks"
+        yield Finding("samplers disagree", what, ranks, len(others), "samplers", cure)
+        return
+
+
 def different_start(facts: list[Facts]) -> Iterator[Finding]:
     """Weights that differ between ranks before the first forward pass."""
     gap = _spread([fact.start for fact in facts])
@@ -93,9 +115,62 @@ def drifted_apart(facts: list[Facts]) -> Iterator[Finding]:
     began_equal = _spread([fact.start for fact in facts]) <= TOLERANCE
     gap = _spread([fact.end for fact in facts])
     if began_equal and not explained and gap > TOLERANCE:
-        what = "the weights began equal on all ranks and no longer are"
-        cure = "let the last backward of each step run outside no_sync(), call the wrapped model"
-        yield Finding("weights drift", what, _ranks(facts), gap, "relative difference", cure)
+        reason, ranks, cure = judge_gradient.why_apart(facts)
+        what = f"the weights began equal on all ranks and no longer are{reason}"
+        yield Finding("weights drift", what, ranks, gap, "relative difference", cure)
+
+
+def counted_twice(facts: list[Facts]) -> Iterator[Finding]:
+    """Samples that a sampler gives a second time, in results that ranks add up."""
+    if len(facts) < facts[0].ranks:
+        return
+    for passes in zip(*(fact.evaluated for fact in facts)):
+        sizes = {size for size, *_ in passes}
+        drawn = [one[1] for one in passes]
+        are_shares = all(one[2] == len(facts) for one in passes) and max(drawn) < max(sizes)
+        is_combined = all(one[3] for one in passes)
+        may_be_exact = any(one[4] for one in passes)
+        twice = sum(drawn) - max(sizes)
+        if len(sizes) == 1 and are_shares and is_combined and not may_be_exact and twice > 0:
+            samples = "1 sample counts" if twice == 1 else f"{twice} samples count"
+            what = (
+                f"in the evaluation {samples} twice: the ranks drew {sum(drawn)} samples, the data "
+                f"set has {max(sizes)}, and DistributedSampler fills up the last shares"
+            )
+            cure = (
+                "evaluate on Subset(data, range(rank, len(data), world_size)), or gather the "
+                f"results and keep the first {max(sizes)}"
+            )
+            yield Finding("counted twice", what, _ranks(facts), twice, "samples", cure)
+            return
+
+
+def other_optimizer(facts: list[Facts]) -> Iterator[Finding]:
+    """An optimizer that was built from other parameters."""
+    seen = []
+    for fact in facts:
+        if fact.foreign and fact.taken and fact.start is not None and fact.start == fact.end:
+            seen.append(fact)
+    cure = "build the optimizer last, from the parameters of the finished model on its device"
+    if seen:
+        what = "no parameter of the optimizer belongs to the model: its steps changed no weight"
+        count = max(fact.taken for fact in seen)
+        yield Finding("other parameters", what, _ranks(seen), count, "steps", cure)
+        return
+    seen = [fact for fact in facts if fact.forgotten]
+    if seen:
+        what = "the optimizer holds old copies of parameters that were replaced; the new ones stay"
+        count = max(fact.forgotten for fact in seen)
+        yield Finding("other parameters", what, _ranks(seen), count, "parameters", cure)
+
+
+def reducer_errors(facts: list[Facts]) -> Iterator[Finding]:
+    """An error of DDP itself that nothing above explains."""
+    seen = [fact for fact in facts if fact.reducer]
+    known = [*changed_after_wrapping(facts), *missing_search(facts), *stopped_calls(facts)]
+    if seen and not known:
+        name, what, cure = seen[0].reducer
+        yield Finding(name, what, _ranks(seen), len(seen), "ranks with the error", cure)
 
 
 def statistics_diverge(facts: list[Facts]) -> Iterator[Finding]:
@@ -123,53 +198,6 @@ def changed_after_wrapping(facts: list[Facts]) -> Iterator[Finding]:
         yield Finding("changed after wrapping", what, _ranks(seen), count, "parameters", cure)
 
 
-def needless_syncs(facts: list[Facts]) -> Iterator[Finding]:
-    """Gradients that travel at every micro-batch."""
-    seen = [fact for fact in facts if max(fact.syncs, default=0) > 1]
-    if seen:
-        what = "gradients are sent at every micro-batch, not once a step"
-        extra_bytes = (max(seen[0].syncs) - 1) * seen[0].gradient_bytes
-        cure = "run all micro-batches but the last inside model.no_sync()"
-        yield Finding("no_sync missing", what, _ranks(seen), extra_bytes, "B a step too much", cure)
-
-
-def undivided_losses(facts: list[Facts]) -> Iterator[Finding]:
-    """Means of micro-batches that are added up, not averaged.
-
-    Several losses of one step are several losses, not micro-batches, unless they come from the same
-    line of code, each after a forward pass of its own, and reach the same weights.
-    """
-    seen = []
-    largest = 0.0
-    for fact in facts:
-        total = max(map(_undivided, fact.weights), default=0.0)
-        if total:
-            seen.append(fact)
-            largest = max(largest, total)
-    if seen:
-        what = "the gradient is the sum of the micro-batches' means, not their mean"
-        cure = "divide each loss by the number of micro-batches"
-        yield Finding("1/m missing", what, _ranks(seen), largest, "times too large", cure)
-
-
-def uneven_means(facts: list[Facts]) -> Iterator[Finding]:
-    """Values of one step that count unequally, since means over unequal numbers are averaged.
-
-    In most steps, that is: the last batch of an epoch may be a smaller one.
-    """
-    num_steps = min(len(fact.weights) for fact in facts)
-    if not num_steps:
-        return
-    ratios = []
-    for step in range(num_steps):
-        ratios.append(_unevenness([fact.weights[step] for fact in facts]))
-    typical = median(ratios)
-    if typical > UNEVEN:
-        what = "a mean of means: values in small micro-batches count more than those in large ones"
-        cure = "sum the losses, divide by the number of values in the whole step over all ranks"
-        yield Finding("mean of means", what, _ranks(facts), typical, "times the weight", cure)
-
-
 def needless_search(facts: list[Facts]) -> Iterator[Finding]:
     """A search for unused parameters where all are used."""
     steps = min(len(fact.syncs) for fact in facts)
@@ -177,7 +205,8 @@ def needless_search(facts: list[Facts]) -> Iterator[Finding]:
     if steps >= 2 and not unused and all(fact.finds_unused for fact in facts):
         what = "DDP searches the graph for unused parameters at every step, and all are used"
         cure = "leave out find_unused_parameters=True"
-        yield Finding("search unneeded", what, _ranks(facts), unused, "unused parameters", cure)
+        unit = "unused parameters"
+        yield Finding("search unneeded", what, _ranks(facts), unused, unit, cure, is_hint=True)
 
 
 def missing_search(facts: list[Facts]) -> Iterator[Finding]:
@@ -185,6 +214,10 @@ def missing_search(facts: list[Facts]) -> Iterator[Finding]:
     seen = [fact for fact in facts if fact.finds_unused is False and fact.unused]
     if seen:
         what = "some parameters took no part in a step, and DDP waits for their gradients"
+        if len(seen) < seen[0].ranks:
+            names = ", ".join(seen[0].unused_names)
+            who = "on this rank" if len(seen) == 1 else "on these ranks"
+            what = f"{names} took no part in a step {who}, and the others wait for the gradient"
         count = max(fact.unused for fact in seen)
         cure = "use every parameter in the loss, or set find_unused_parameters=True"
         yield Finding("unused parameters", what, _ranks(seen), count, "parameters", cure)
@@ -302,9 +335,10 @@ def _step_s(fact: Facts) -> float:
 
 
 LOOKS = (stopped_calls, same_data, foreign_data, epoch_forgotten, different_start, drifted_apart)
-LOOKS += (statistics_diverge, changed_after_wrapping, needless_syncs, undivided_losses)
-LOOKS += (uneven_means, needless_search, missing_search, crowded_gpu, saved_by_all, slow_rank)
-LOOKS += (same_draws,)
+LOOKS += (samplers_disagree,)
+LOOKS += (statistics_diverge, changed_after_wrapping, *judge_gradient.LOOKS)
+LOOKS += (needless_search, missing_search, crowded_gpu, saved_by_all, slow_rank, same_draws)
+LOOKS += (counted_twice, other_optimizer, reducer_errors)
 
 
 def _ranks(facts: list[Facts]) -> tuple[int, ...]:
@@ -318,37 +352,6 @@ def _spread(values: list[float | None]) -> float:
         return 0.0
     largest = max(abs(value) for value in known)
     return (max(known) - min(known)) / largest if largest else 0.0
-
-
-def _by_key(step: list[list[float]]) -> dict[float, list[tuple[float, float]]]:
-    """The (factor, count) of the backward passes of a step that are micro-batches of one loss."""
-    together: dict[float, list[tuple[float, float]]] = defaultdict(list)
-    for factor, count, key in step:
-        together[key].append((factor, count))
-    return together
-
-
-def _undivided(step: list[list[float]]) -> float:
-    """How many means were added up, each with the factor 1; 0 if none were."""
-    most = 0.0
-    for weights in _by_key(step).values():
-        factors = [factor for factor, _ in weights]
-        if len(factors) > 1 and all(factor == 1.0 for factor in factors):
-            most = max(most, sum(factors))
-    return most
-
-
-def _unevenness(step: list[list[list[float]]]) -> float:
-    """How much more one value counts than another of the same loss, over all ranks in a step."""
-    together: list[list[float]] = []
-    for of_rank in step:
-        together.extend(of_rank)
-    worst = 1.0
-    for weights in _by_key(together).values():
-        per_value = [factor / count for factor, count in weights if count]
-        if per_value and min(per_value) > 0:
-            worst = max(worst, max(per_value) / min(per_value))
-    return worst
 
 
 def _drawn(facts: list[Facts]) -> Iterator[tuple[int, int, list[int]]]:

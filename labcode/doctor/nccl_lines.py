@@ -13,12 +13,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_LINE = re.compile(
-    r"(?P<host>[\w.-]+):(?P<pid>\d+):(?P<thread>\d+) "
-    r"\[-?\d+\] "
-    r"(?:\S+:\d+ )?"  # warnings name the place in NCCL's source
-    r"NCCL (?P<kind>\w+) (?P<text>.*)"
-)
+from labcode.slurm.log.lines import NCCL
+
 _VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)(?:\+cuda([\d.]+))?")
 _JOINED = re.compile(r"comm 0x\w+ rank (?P<rank>\d+) n[rR]anks (?P<size>\d+)")
 _GPU = re.compile(r"\bcudaDev (\d+)")
@@ -158,7 +154,7 @@ class Line:
 
 def read_line(line: str) -> Line | None:
     """What a line says, None if it is not NCCL's; a line cut short says what is left of it."""
-    found = _LINE.search(line)
+    found = NCCL.search(line)
     if not found:
         return None
     text = found["text"].strip()

@@ -21,7 +21,6 @@ import sysconfig
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,83 +28,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labcode.waits import Call, Standing
+
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = (Path(torch.__file__).parent, Path(sysconfig.get_paths()["stdlib"]))
 RECENT = 10  # a rank whose partner has called something else may have gone on a few calls
 DEFAULT_GROUP = "default_pg"  # how torch describes the group of all ranks
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective on one rank.
-
-    Args:
-        operation: Its name in torch, such as "all_reduce".
-        number: Of the collectives of its group, counted from 1: ranks meet in equal numbers.
-        sizes: Shape of each tensor that goes in.
-        ranks: Global ranks of its group.
-        created_s: When it was called, in seconds since 1970.
-    """
-
-    operation: str
-    number: int
-    sizes: tuple[tuple[int, ...], ...]
-    ranks: tuple[int, ...]
-    created_s: float
-
-    def __str__(self) -> str:
-        shapes = [str(list(size)) if size else "one number" for size in self.sizes]
-        what = f"{self.operation} #{self.number}"
-        return f"{what} of {', '.join(shapes)}" if shapes else what
-
-
-@dataclass(frozen=True)
-class Standing:
-    """Where one rank stands.
-
-    Args:
-        rank: Its global rank.
-        step: Optimizer steps that it has done.
-        place: What its main thread runs: "read (labcode/data/weather.py, line 88)".
-        waits_in: The oldest collective that it has called and that is not done; None: it waits in
-            none that torch records.
-        recent: Its last `RECENT` calls in each group that it has used, oldest first.
-    """
-
-    rank: int
-    step: int
-    place: str
-    waits_in: Call | None = None
-    recent: tuple[Call, ...] = field(default=())
-
-    def has_called(self, call: Call) -> bool:
-        """Whether it has come to a collective of another rank, to do the same there or not."""
-        numbers = [own.number for own in self.recent if own.ranks == call.ranks]
-        return bool(numbers) and max(numbers) >= call.number
-
-    def own_call(self, call: Call) -> Call | None:
-        """What it did where another rank made this call; None: nothing yet, or it is long ago."""
-        for own in self.recent:
-            if (own.ranks, own.number) == (call.ranks, call.number):
-                return own
-        return None
-
-    def to_json(self) -> str:
-        """As text, for the store through which the ranks tell each other."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Standing":
-        """From what `to_json` gave."""
-        tree = json.loads(text)
-        waits_in = tree["waits_in"]
-        return cls(
-            rank=tree["rank"],
-            step=tree["step"],
-            place=tree["place"],
-            waits_in=None if waits_in is None else _call_from(waits_in),
-            recent=tuple(_call_from(entry) for entry in tree["recent"]),
-        )
 
 
 def own_standing(step: int) -> Standing:
@@ -223,13 +151,3 @@ def _ranks_of_groups() -> dict[str, tuple[int, ...]]:
 
 def _created_ns(entry: Mapping[str, Any]) -> int:
     return entry["time_created_ns"]
-
-
-def _call_from(tree: Mapping[str, Any]) -> Call:
-    return Call(
-        operation=tree["operation"],
-        number=tree["number"],
-        sizes=tuple(tuple(size) for size in tree["sizes"]),
-        ranks=tuple(tree["ranks"]),
-        created_s=tree["created_s"],
-    )

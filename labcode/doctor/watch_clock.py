@@ -42,6 +42,11 @@ class PhaseClock:
         self._current: dict[str, list[Span]] = {}
         self._steps: list[dict[str, list[Span]]] = []
 
+    @classmethod
+    def stopped(cls) -> "PhaseClock":
+        """One that takes no time: of what is not looked at."""
+        return cls(torch.device("cpu"), float, 0)
+
     @property
     def is_on(self) -> bool:
         """Whether steps are still noted."""
@@ -113,13 +118,22 @@ class TimedBatches:
         start: Makes the iterator: workers are started then.
         clock: Gets the time.
         before: Called before each batch, with its number.
+        came: Called when a batch has come.
+        ended: Called when there are no more.
     """
 
     def __init__(
-        self, start: Callable[[], Any], clock: PhaseClock, before: Callable[[int], None]
+        self,
+        start: Callable[[], Any],
+        clock: PhaseClock,
+        before: Callable[[int], None],
+        came: Callable[[], None],
+        ended: Callable[[], None],
     ) -> None:
         self._clock = clock
         self._before = before
+        self._came = came
+        self._ended = ended
         self._number = 0
         began = time.perf_counter()
         self._batches = start()
@@ -132,8 +146,13 @@ class TimedBatches:
         self._before(self._number)
         self._number += 1
         began = time.perf_counter()
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._ended()
+            raise
         self._clock.add("data loading", time.perf_counter() - began)
+        self._came()
         return batch
 
     def __len__(self) -> int:

@@ -1,9 +1,10 @@
-"""With which factor a mean loss enters the gradient, and how many values it averages.
+"""With which factor a loss enters the gradient, and over how many values it goes.
 
-    loss = cross_entropy(...) / m      factor 1/m, and n targets that are not ignored
+    loss = cross_entropy(...) / m      factor 1/m, a mean over n targets that are not ignored
 
-Between the loss that backward gets and the mean stand only factors: divisions and products. The
-gradient that arrives at the mean is their product.
+Between the loss that backward gets and the node that makes one number of many stand only functions
+of single numbers: divisions, products, sums of several losses, a cast. The gradient that arrives at
+that node is the factor, however the loss was written.
 """
 
 import os
@@ -15,9 +16,11 @@ from typing import Any
 
 import torch
 
-SCALES = ("DivBackward0", "MulBackward0")
 CALLERS = 12  # of backward that are looked at
-MEAN = 1  # of PyTorch's numbers for the reduction of a loss
+NODES = 64  # of a graph that are looked at: a loss of several parts
+MEAN, SUM = 1, 2  # PyTorch's numbers for the reduction of a loss
+DIVISIONS = ("DivBackward0", "DivBackward1")
+CLASSES = ("NllLoss", "BinaryCrossEntropy")  # losses that nobody halves, as one does with squares
 
 
 class Weight:
@@ -28,48 +31,116 @@ class Weight:
     """
 
     def __init__(self) -> None:
-        self.factor: torch.Tensor | None = None
-        self.count: torch.Tensor | int = 0
+        self.parts: list[_Part] = []
+        self.divisor: Any = None
         self.key = 0
 
-    def plain(self) -> list[float] | None:
-        """[factor, count, key]; None if the loss is no mean that is known."""
-        if self.factor is None:
+    def plain(self) -> dict[str, Any] | None:
+        """The part that counts most; None if nothing is known of the loss.
+
+        Returns:
+            `factor`; `count`, the number of values; `kind`, "mean" or "sum"; `alone`: the loss has
+            no other part; `divisor`: what it was divided by, 0 if by nothing; `classes`: it is one
+            of classes, such as cross-entropy.
+        """
+        known = [part for part in self.parts if part.factor is not None]
+        if not known:
             return None
-        return [float(self.factor), float(self.count), float(self.key)]
+        first = max(known, key=_size)
+        return {
+            "factor": first.size,
+            "count": float(first.count),
+            "kind": first.kind,
+            "alone": len(self.parts) == 1,
+            "divisor": 0.0 if self.divisor is None else float(self.divisor),
+            "classes": first.is_of_classes,
+        }
 
 
-def watch_loss(loss: torch.Tensor) -> Weight:
-    """What will be known after `loss.backward()`."""
+class _Part:
+    """One mean or sum in a loss."""
+
+    def __init__(self, kind: str, count: Any, is_of_classes: bool) -> None:
+        self.kind = kind
+        self.count = count
+        self.is_of_classes = is_of_classes
+        self.factor: torch.Tensor | None = None
+
+    def note(self, gradients: tuple[torch.Tensor, ...]) -> None:
+        """What arrives at the node in backward."""
+        self.factor = gradients[0].detach()
+
+    @property
+    def size(self) -> float:
+        """Of the factor: `-log_probs.mean()` has the factor -1."""
+        return 0.0 if self.factor is None else abs(float(self.factor))
+
+
+def _size(part: _Part) -> float:
+    return part.size
+
+
+def watch_loss(loss: torch.Tensor, batch: int = 0) -> Weight:
+    """What will be known after `loss.backward()`.
+
+    Args:
+        loss: One number.
+        batch: Samples in the inputs of the last forward pass: a sum over as many is one of samples.
+    """
     weight = Weight()
-    node = loss.grad_fn
-    while node is not None and node.name() in SCALES:
-        parents = [parent for parent, _ in node.next_functions if parent is not None]
-        node = parents[0] if len(parents) == 1 else None
-    count = _mean_over(node)
-    if node is None or count is None:
+    if loss.numel() != 1:
         return weight
-    weight.count = count
-
-    def note(gradients: tuple[torch.Tensor, ...]) -> None:
-        weight.factor = gradients[0].detach()
-
-    node.register_prehook(note)
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while waiting and len(seen) < NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        part = _part_of(node, batch)
+        if part is not None:
+            node.register_prehook(part.note)
+            weight.parts.append(part)
+            continue
+        if node.name() in DIVISIONS and _is_one(node._saved_other):
+            weight.divisor = node._saved_other
+        waiting.extend(_single_numbers(node))
     return weight
 
 
-def _mean_over(node: Any) -> torch.Tensor | int | None:
-    """How many values a node averages; None if it is no mean."""
-    if node is None:
+def _is_one(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.numel() == 1
+
+
+def _single_numbers(node: Any) -> list[Any]:
+    """Where the inputs of a node come from that are one number each."""
+    found = []
+    for parent, number in node.next_functions:
+        if parent is None:
+            continue
+        made = parent._input_metadata[number]
+        if _product(made.shape) == 1:
+            found.append(parent)
+    return found
+
+
+def _part_of(node: Any, batch: int) -> _Part | None:
+    """What a node makes of many values; None if it is no mean and no sum that is known."""
+    kind = node.name().removesuffix("Backward0")
+    if kind == "Mean":
+        return _Part("mean", _product(node._saved_self_sym_sizes), False)
+    if kind == "Sum":
+        sizes = node._saved_self_sym_sizes
+        is_of_samples = batch > 1 and len(sizes) > 0 and int(sizes[0]) == batch
+        return _Part("sum" if is_of_samples else "other", _product(sizes), False)
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction not in (MEAN, SUM):
         return None
-    kind = node.name()
-    if kind == "MeanBackward0":
-        return node._saved_self_sym_sizes and _product(node._saved_self_sym_sizes)
-    if kind in ("NllLossBackward0", "NllLoss2DBackward0") and node._saved_reduction == MEAN:
-        return node._saved_total_weight.detach()
-    if kind == "MseLossBackward0" and node._saved_reduction == MEAN:
-        return node._saved_self.numel()
-    return None
+    if kind in ("NllLoss", "NllLoss2D"):
+        count = node._saved_total_weight.detach()
+    else:
+        count = node._saved_self.numel()
+    return _Part("mean" if reduction == MEAN else "sum", count, kind.startswith(CLASSES))
 
 
 def _product(sizes: Any) -> int:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from labcode.config import GPTConfig, require
-from labcode.models.layers import Block, Rotary, initialize
+from labcode.models.layers import Block, Rotary, initialize, norm_layer
 
 
 class GPT(nn.Module):
@@ -20,6 +20,8 @@ class GPT(nn.Module):
     Weights are drawn from torch's global generator; `layers.initialize(model, seed)` draws them by
     name instead. Under `torch.device("meta")` nothing is allocated or drawn: call
     `model.to_empty(device=...)` and then `initialize`.
+
+    With rotary positions, RMS norms, SwiGLU and no biases it is a Llama (`models/hub.py`).
 
     Source: Radford et al. 2019 (GPT-2); Press and Wolf 2016 (arXiv:1608.05859) for the tied
         embedding.
@@ -37,10 +39,10 @@ class GPT(nn.Module):
         if config.positions == "learned":
             self.positions = nn.Embedding(config.context_length, config.hidden_size)
         else:
-            self.positions = Rotary(config.head_size)
+            self.positions = Rotary(config.head_size, config.rotary_base)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.hidden_size)
+        self.norm = norm_layer(config.hidden_size, config.norm, config.norm_epsilon, config.bias)
         self.head = nn.Linear(config.hidden_size, vocab_size, bias=False)
         self.tie_weights()
         if not self.embed.weight.is_meta:
@@ -120,6 +122,10 @@ def _block(config: GPTConfig) -> Block:
         config.kv_heads,
         causal=True,
         dropout=config.dropout,
+        norm=config.norm,
+        norm_epsilon=config.norm_epsilon,
+        mlp=config.mlp,
+        bias=config.bias,
     )
 
 

@@ -75,6 +75,7 @@ class Attention(nn.Module):
         num_kv_heads: K; None: as many as query heads.
         causal: Token s sees tokens 0..s only.
         dropout: Probability, on the attention weights and on the output.
+        bias: Whether both linear layers have one.
     """
 
     def __init__(
@@ -85,14 +86,16 @@ class Attention(nn.Module):
         *,
         causal: bool,
         dropout: float = 0.0,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
         self.head_size = hidden_size // num_heads
         self.queries_per_kv = num_heads // num_kv_heads
-        self.qkv = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * self.head_size)
+        rows = (num_heads + 2 * num_kv_heads) * self.head_size
+        self.qkv = nn.Linear(hidden_size, rows, bias)
         self.core = CoreAttention(causal, dropout)
-        self.proj = nn.Linear(hidden_size, hidden_size)
+        self.proj = nn.Linear(hidden_size, hidden_size, bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
@@ -122,20 +125,56 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """`down(gelu(up(x)))` with the tanh form of GELU, which is GPT-2's.
+    """`down(gelu(up(x)))`, or `down(silu(gate(x)) * up(x))` with both products in one.
 
-    Source: Hendrycks and Gimpel 2016 (arXiv:1606.08415), section 2.
+    The rows of `up.weight` are then all of the gate, then all of up, so that one product reads x
+    once, and a shard has a part of each.
+
+    Args:
+        hidden_size: H
+        ffn_size: F
+        dropout: Probability, on the output.
+        kind: "gelu" is its tanh form, which GPT-2 has, "gelu_erf" the exact one, "swiglu" Llama's.
+        bias: Whether the linear layers have one.
+
+    Source: Hendrycks and Gimpel 2016 (arXiv:1606.08415), section 2; Shazeer 2020
+        (arXiv:2002.05202), eq. 6, for SwiGLU.
     """
 
-    def __init__(self, hidden_size: int, ffn_size: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        dropout: float = 0.0,
+        kind: str = "gelu",
+        bias: bool = True,
+    ) -> None:
         super().__init__()
-        self.up = nn.Linear(hidden_size, ffn_size)
-        self.down = nn.Linear(ffn_size, hidden_size)
+        self.kind = kind
+        rows = 2 * ffn_size if kind == "swiglu" else ffn_size
+        self.up = nn.Linear(hidden_size, rows, bias)
+        self.down = nn.Linear(ffn_size, hidden_size, bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, S, H] -> [B, S, H], through [B, S, F]."""
-        return self.dropout(self.down(F.gelu(self.up(x), approximate="tanh")))
+        x = self.up(x)
+        if self.kind == "swiglu":
+            gate, up = x.chunk(2, dim=-1)
+            x = F.silu(gate) * up
+        else:
+            x = F.gelu(x, approximate="tanh" if self.kind == "gelu" else "none")
+        return self.dropout(self.down(x))
+
+
+def norm_layer(hidden_size: int, kind: str, epsilon: float, bias: bool) -> nn.Module:
+    """A LayerNorm, or for "rms" an RMSNorm, of the last dim.
+
+    Source: Ba et al. 2016 (arXiv:1607.06450); Zhang and Sennrich 2019 (arXiv:1910.07467).
+    """
+    if kind == "rms":
+        return nn.RMSNorm(hidden_size, eps=epsilon)
+    return nn.LayerNorm(hidden_size, eps=epsilon, bias=bias)
 
 
 class Block(nn.Module):
@@ -154,14 +193,18 @@ class Block(nn.Module):
         *,
         causal: bool,
         dropout: float = 0.0,
+        norm: str = "layer",
+        norm_epsilon: float = 1e-5,
+        mlp: str = "gelu",
+        bias: bool = True,
     ) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(hidden_size)
+        self.norm1 = norm_layer(hidden_size, norm, norm_epsilon, bias)
         self.attention = Attention(
-            hidden_size, num_heads, num_kv_heads, causal=causal, dropout=dropout
+            hidden_size, num_heads, num_kv_heads, causal=causal, dropout=dropout, bias=bias
         )
-        self.norm2 = nn.LayerNorm(hidden_size)
-        self.mlp = MLP(hidden_size, ffn_size, dropout)
+        self.norm2 = norm_layer(hidden_size, norm, norm_epsilon, bias)
+        self.mlp = MLP(hidden_size, ffn_size, dropout, mlp, bias)
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
         """[B, S, H] -> [B, S, H]."""

@@ -85,6 +85,10 @@ def block_entries(
     def qkv(module: nn.Linear) -> nn.Module:
         return column(module, sections=heads.sections, copies=heads.copies)
 
+    def up(module: nn.Linear) -> nn.Module:
+        gated = isinstance(config, GPTConfig) and config.gated
+        return column(module, sections=(config.ffn, config.ffn) if gated else None)
+
     def around_the_heads(module: nn.Module) -> nn.Module:
         return with_attributes(module, {"queries_per_kv": heads.queries_per_kv})
 
@@ -94,7 +98,7 @@ def block_entries(
     entries = [
         PlanEntry("blocks.*.attention.qkv", f"{enters}: whole heads of q, k and v", qkv),
         PlanEntry("blocks.*.attention.proj", leaves, row),
-        PlanEntry("blocks.*.mlp.up", enters, column),
+        PlanEntry("blocks.*.mlp.up", enters, up),
         PlanEntry("blocks.*.mlp.down", leaves, row),
     ]
     if heads.copies is not None:

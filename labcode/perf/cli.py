@@ -1,5 +1,6 @@
 """The command line of the planner.
 
+    python -m labcode.perf fits --model config.json --gpus 8 --gpu a100-40gb
     python -m labcode.perf estimate --model gpt3-175b --cluster selene --dp 8 --pp 16 --tp 8 \\
         --global-batch 1536 --attention unfused --checkpointing full
     python -m labcode.perf plan --model llama3-70b --cluster dgx-h100 --gpus 1024 \\
@@ -8,8 +9,9 @@
         --global-batch 512
     python -m labcode.perf calibrate --out this_machine.toml
 
-A model is a published one by name, or a recipe of the course; a cluster one by name, or a file of
-your own (.toml). `--plot FILE` draws.
+A model is a published one by name, a recipe of the course, the config.json of anybody's model, or
+numbers: --layers 32 --hidden 4096 --heads 32 --vocab-size 32000 --sequence-length 2048. A cluster
+is one by name, or a file of your own (.toml). `--plot FILE` draws.
 """
 
 import argparse
@@ -18,17 +20,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from labcode import recipes
-from labcode.config import GPTConfig
-from labcode.perf.cluster import cluster_names, load_cluster
+from labcode.arguments import Parser, count, factor, new_file
+from labcode.files import print_out
+from labcode.perf.cluster import cluster_names, gpu_names, load_cluster
 from labcode.perf.estimate import estimate
+from labcode.perf.find_model import (
+    LIKE,
+    NUMBERS,
+    OTHER_WAYS,
+    find_model,
+    from_numbers,
+)
+from labcode.perf.fits import answer, gpu_memory
+from labcode.perf.hub_config import FAMILIES, NamedModel
 from labcode.perf.layer_time import ATTENTION_KERNELS, WIDTHS
 from labcode.perf.plan import Plan, plan
-from labcode.perf.settings import CHECKPOINTING, Settings
+from labcode.perf.settings import CHECKPOINTING, STATES, Settings
 from labcode.perf.tables import best_of_each_grid, columns, estimate_text, layout_row, plan_text
-from labcode.perf.transformer import Transformer, load_model, model_names
+from labcode.perf.transformer import Transformer, model_names
 from labcode.recipes import RECIPES
-from labcode.suggest import unknown
 from labcode.topology import GridShape
 from labcode.units import seconds
 
@@ -43,11 +53,11 @@ def main(words: Sequence[str]) -> int:
         words: Of the command line.
     """
     parser = _parser()
-    options = parser.parse_args(words)
-    if options.command is None:
-        parser.print_help()
-        return 0
     try:
+        options = parser.parse_args(words)
+        if options.command is None:
+            parser.print_help()
+            return 0
         options.run(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -57,78 +67,155 @@ def main(words: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     description = "predict seconds and memory of a training step"
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=description)
+    parser = Parser(prog=PROGRAM, description=description)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_fits(commands.add_parser("fits", help="does it fit on so many GPUs, and how, in words"))
     one = commands.add_parser("estimate", help="one layout, with all parts of time and memory")
     _add_what(one)
     for axis in ("dp", "pp", "cp", "tp"):
-        one.add_argument(f"--{axis}", type=int, default=1)
+        one.add_argument(f"--{axis}", type=count, default=1)
     one.add_argument("--order", default=GridShape().order, help="of the axes, fastest first")
-    one.add_argument("--micro-batch", type=int, default=1)
+    one.add_argument("--micro-batch", type=count, default=1)
     one.add_argument("--zero", type=int, default=0, choices=range(4))
     one.add_argument("--checkpointing", default="none", choices=CHECKPOINTING)
-    one.add_argument("--stages-per-rank", type=int, default=1)
+    one.add_argument("--stages-per-rank", type=count, default=1)
     one.add_argument("--sequence-parallel", action="store_true")
     one.set_defaults(run=_estimate)
     search = commands.add_parser("plan", help="every layout of so many GPUs, the fastest first")
     _add_what(search)
-    search.add_argument("--gpus", type=int, required=True)
-    search.add_argument("--top", type=int, default=10, help="lines of the table")
+    search.add_argument("--gpus", type=count, required=True)
+    search.add_argument("--top", type=count, default=10, help="lines of the table")
     search.add_argument(
         "--every", action="store_true", help="all layouts, not the best of each grid"
     )
-    search.add_argument("--plot", type=Path, help="draw memory against time into this file")
+    search.add_argument("--plot", type=new_file, help="draw memory against time into this file")
     search.set_defaults(run=_plan)
     several = commands.add_parser("compare", help="the best layout on several clusters and sizes")
     _add_what(several)
     several.add_argument("--gpus", required=True, help="numbers of GPUs, such as 64,256,1024")
-    several.add_argument("--plot", type=Path, help="draw the speed-up into this file")
+    several.add_argument("--plot", type=new_file, help="draw the speed-up into this file")
     several.set_defaults(run=_compare)
     measure = commands.add_parser("calibrate", help="measure this machine into a cluster file")
-    measure.add_argument("--ranks", type=int, default=2, help="processes that communicate")
-    measure.add_argument("--out", type=Path, default=Path("this_machine.toml"))
+    measure.add_argument("--ranks", type=count, default=2, help="processes that communicate")
+    measure.add_argument("--out", type=new_file, default=Path("this_machine.toml"))
     measure.set_defaults(run=_calibrate)
     return parser
 
 
+def _add_fits(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument("--gpus", required=True, help="how many, or several numbers: 4,8")
+    parser.add_argument(
+        "--gpu", required=True, help=f"one of {', '.join(gpu_names())}, or a memory: 24gb"
+    )
+    parser.add_argument("--gpus-per-node", type=count, default=8, help="how far tp reaches")
+    _add_how(parser, state="mixed")
+    parser.set_defaults(run=_fits)
+
+
 def _add_what(parser: argparse.ArgumentParser) -> None:
-    models = ", ".join((*model_names(), *RECIPES))
-    parser.add_argument("--model", required=True, help=f"one of {models}")
+    _add_model(parser)
     clusters = ", ".join(cluster_names())
     parser.add_argument("--cluster", required=True, help=f"one of {clusters}, or a .toml file")
-    parser.add_argument("--global-batch", type=int, required=True, help="samples of a step")
-    parser.add_argument("--vocab-size", type=int, help="of a recipe that takes it from its data")
-    parser.add_argument("--dtype", default="bfloat16", choices=WIDTHS)
-    parser.add_argument("--attention", default="flash2", choices=ATTENTION_KERNELS)
+    parser.add_argument("--global-batch", type=count, required=True, help="samples of a step")
+    _add_how(parser, state="megatron")
     parser.add_argument("--compiled", action="store_true", help="elementwise operations are fused")
     parser.add_argument(
-        "--scale", type=float, default=1.0, help="measured over predicted, from a run of yours"
+        "--scale", type=factor, default=1.0, help="measured over predicted, from a run of yours"
     )
 
 
-def find_model(name: str, vocab_size: int | None = None) -> Transformer:
-    """A published model, or the model of a recipe.
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    models = ", ".join((*model_names(), *RECIPES))
+    parser.add_argument("--model", help=f"a config.json of the hub, or one of {models}")
+    numbers = parser.add_argument_group("a model in numbers, in place of --model")
+    for name, (_, meaning) in NUMBERS.items():
+        numbers.add_argument(f"--{name.replace('_', '-')}", type=count, help=meaning)
+    numbers.add_argument(
+        "--like",
+        default=LIKE,
+        choices=FAMILIES,
+        metavar="FAMILY",
+        help=f"of the hub, whose layers it has, such as gpt2 (default: {LIKE})",
+    )
+    parser.add_argument(
+        "--vocab-size", type=count, help="of numbers, or of a recipe that takes it from its data"
+    )
+    parser.add_argument("--sequence-length", type=count, help="tokens of a sample")
 
-    Args:
-        name: Of either.
-        vocab_size: For a recipe that takes it from its data.
 
-    Raises:
-        ValueError: An unknown name, or a recipe that leaves sizes to its data.
-    """
-    if name in model_names():
-        return load_model(name)
-    if name not in RECIPES:
-        raise ValueError(unknown("model", name, (*model_names(), *RECIPES)))
-    model = recipes.get(name).model
-    if isinstance(model, GPTConfig) and vocab_size is not None:
-        model = replace(model, vocab_size=vocab_size)
-    try:
-        return Transformer.of(model)
-    except ValueError as error:
-        missing = str(error).partition("=")[0]
-        cure = "add --vocab-size" if missing == "vocab_size" else "name another model"
-        raise ValueError(f"{name} takes {missing} from its data: {cure}") from None
+def _add_how(parser: argparse.ArgumentParser, *, state: str) -> None:
+    parser.add_argument("--dtype", default="bfloat16", choices=WIDTHS)
+    parser.add_argument("--attention", default="flash2", choices=ATTENTION_KERNELS)
+    parser.add_argument(
+        "--state",
+        default=state,
+        choices=STATES,
+        help="bytes of a weight with gradient and optimizer: mixed, fsdp and float32 16, megatron "
+        f"18, bf16 8 (default: {state})",
+    )
+
+
+def _model(options: argparse.Namespace) -> NamedModel:
+    numbers = {name: getattr(options, name) for name in NUMBERS}
+    given = [name for name, value in numbers.items() if value is not None]
+    sizes = {"vocab_size": options.vocab_size, "sequence_length": options.sequence_length}
+    if options.model is None and not given:
+        raise ValueError(f"--model missing: give {', '.join(model_names()[:3])} ..., {OTHER_WAYS}")
+    if options.model is None:
+        return from_numbers(numbers, like=options.like, **sizes)
+    if given:
+        option = given[0].replace("_", "-")
+        raise ValueError(
+            f"--model {options.model} and --{option}: a model has its own sizes, except for "
+            "--vocab-size and --sequence-length; leave out one of the two"
+        )
+    return find_model(options.model, **sizes)
+
+
+def _shape(options: argparse.Namespace) -> Transformer:
+    """The model of the command line; what was taken for granted is said."""
+    found = _model(options)
+    for note in found.notes:
+        print(f"{found.title}: {note}", file=sys.stderr)
+    return found.shape
+
+
+def _whole_numbers(option: str, words: str) -> list[int]:
+    found = []
+    for word in words.split(","):
+        if not word.isdigit() or int(word) < 1:
+            raise ValueError(f"{option} {words}: give whole numbers above 0, such as 64,256")
+        found.append(int(word))
+    return found
+
+
+def _fits(options: argparse.Namespace) -> None:
+    found = _model(options)
+    gpu = gpu_memory(options.gpu)
+    if WIDTHS[options.dtype] >= 4 and options.state != "float32":
+        raise ValueError(
+            f"--dtype {options.dtype} and --state {options.state}, whose weights have 16 bits in "
+            "a product: add --state float32"
+        )
+    settings = Settings(1, dtype=options.dtype, attention=options.attention)
+    answers = []
+    for gpus in _whole_numbers("--gpus", options.gpus):
+        answers.append(
+            answer(
+                found,
+                gpus,
+                gpu,
+                state=options.state,
+                base=settings,
+                gpus_per_node=options.gpus_per_node,
+            )
+        )
+    print_out("\n\n".join(answers))
+    print_out(
+        f"How fast: {PROGRAM} plan with the same model, --cluster NAME, --gpus {gpus}, "
+        f"--global-batch N and --state {options.state}."
+    )
 
 
 def _settings(options: argparse.Namespace) -> Settings:
@@ -137,6 +224,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         dtype=options.dtype,
         attention=options.attention,
         compiled=options.compiled,
+        **STATES[options.state],
     )
 
 
@@ -151,13 +239,13 @@ def _estimate(options: argparse.Namespace) -> None:
         zero_stage=options.zero,
     )
     cluster = load_cluster(options.cluster)
-    model = find_model(options.model, options.vocab_size)
-    print(estimate_text(estimate(model, shape, cluster, settings, scale=options.scale), shape))
+    model = _shape(options)
+    print_out(estimate_text(estimate(model, shape, cluster, settings, scale=options.scale), shape))
 
 
 def _search(options: argparse.Namespace, cluster: str, gpus: int) -> Plan:
     return plan(
-        find_model(options.model, options.vocab_size),
+        _shape(options),
         load_cluster(cluster),
         gpus=gpus,
         global_batch=options.global_batch,
@@ -168,21 +256,17 @@ def _search(options: argparse.Namespace, cluster: str, gpus: int) -> Plan:
 
 def _plan(options: argparse.Namespace) -> None:
     found = _search(options, options.cluster, options.gpus)
-    print(plan_text(found, top=options.top, every=options.every))
+    print_out(plan_text(found, top=options.top, every=options.every))
     if options.plot:
         from labcode.perf.plots import memory_against_time
 
         title = f"{options.model} on {options.gpus} GPUs of {options.cluster}"
         memory_against_time(best_of_each_grid(found), options.plot, title=title)
-        print(f"drawn into {options.plot}")
+        print_out(f"drawn into {options.plot}")
 
 
 def _compare(options: argparse.Namespace) -> None:
-    sizes = []
-    for word in options.gpus.split(","):
-        if not word.isdigit():
-            raise ValueError(f"--gpus {options.gpus}: give whole numbers, such as 64,256")
-        sizes.append(int(word))
+    sizes = _whole_numbers("--gpus", options.gpus)
     rows = [["cluster", "GPUs", "dp x pp x cp x tp", "ZeRO", "checkpointing", "memory", "step"]]
     rows[0].append("samples/s")
     speeds: dict[str, list[tuple[int, float]]] = {}
@@ -198,12 +282,12 @@ def _compare(options: argparse.Namespace) -> None:
             speeds.setdefault(cluster, []).append((gpus, per_s))
             rows.append([cluster, str(gpus), grid, zero, checkpointing, memory])
             rows[-1] += [seconds(best.step_s), f"{per_s:.1f}"]
-    print(columns(rows))
+    print_out(columns(rows))
     if options.plot:
         from labcode.perf.plots import strong_scaling
 
         strong_scaling(speeds, options.plot, title=f"{options.model}, fixed global batch")
-        print(f"drawn into {options.plot}")
+        print_out(f"drawn into {options.plot}")
 
 
 def _calibrate(options: argparse.Namespace) -> None:

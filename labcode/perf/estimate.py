@@ -387,7 +387,7 @@ def _context_parallel_s(
     if layer.context_attention == "all_gather":
         scatter_s = collective_s(cluster, "reduce_scatter", layer.cp, kv_bytes)
         return forwards * gather_s + scatter_s
-    outputs = tokens / cut.cp * model.hidden_size / cut.tp
+    outputs = tokens / cut.cp * model.heads_size / cut.tp
     merge_s = (cut.cp - 1) * 3 * 4 * outputs / cluster.gpu.stream_bytes_per_s
     forward_s = max(0.0, gather_s - attention_s) + merge_s
     backward_s = max(0.0, 3 * gather_s - 2.5 * attention_s) + merge_s

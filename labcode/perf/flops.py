@@ -40,7 +40,7 @@ def transformer_flops_per_sample(
     Held by: tests/unit/test_flops.py
     """
     tokens = model.sequence_length
-    attention = model.num_layers * 4 * tokens**2 * model.hidden_size
+    attention = model.num_layers * 4 * tokens**2 * model.heads_size
     if causal:
         attention //= 2
     layers = 2 * tokens * model.num_layers * model.layer_products + attention

@@ -57,6 +57,7 @@ ROTARY = (4, 4)
 SOFTMAX = (2, 3)
 SOFTMAX_DROPOUT = (2.5, 2.5)
 BIAS = (0, 1)  # backward sums the gradient over all tokens
+ROUTED = (4, 4)  # each expert's tokens are gathered, and its outputs weighted and summed
 LOSS = (4, 3)  # passes over logits in 4 bytes
 ATTENTION_KERNELS = ("unfused", "flash", "flash2", "flash3")
 
@@ -178,16 +179,17 @@ def layer_work(model: Transformer, gpu: Gpu, cut: Cut) -> tuple[Work, Work]:
     """
     tokens = cut.micro_batch * model.sequence_length / cut.cp
     hidden = model.hidden_size
-    matrices = (
-        (model.qkv / cut.tp, hidden),
-        (hidden, hidden / cut.tp),
-        *[(model.ffn / cut.tp, hidden)] * (model.mlp_matrices - 1),
-        (hidden, model.ffn / cut.tp),
-    )
+    products = [
+        (tokens, model.qkv / cut.tp, hidden, 1),
+        (tokens, hidden, model.heads_size / cut.tp, 1),
+    ]
+    for rows, ffn, count in _mlps(model, tokens):
+        products += [(rows, ffn / cut.tp, hidden, count)] * (model.mlp_matrices - 1)
+        products.append((rows, hidden, ffn / cut.tp, count))
     forward_product = 0.0
     backward_product = 0.0
-    for columns, inner in matrices:
-        forward, backward = _both_ways(gpu, cut.dtype, tokens, columns, inner)
+    for rows, columns, inner, count in products:
+        forward, backward = _both_ways(gpu, cut.dtype, rows, columns, inner, count)
         forward_product += forward
         backward_product += backward
     attention = _attention(model, gpu, cut, tokens)
@@ -198,6 +200,20 @@ def layer_work(model: Transformer, gpu: Gpu, cut: Cut) -> tuple[Work, Work]:
         Work(forward_product, attention[0], passes[0] / bandwidth, launches),
         Work(backward_product, attention[1], passes[1] / bandwidth, 2 * launches),
     )
+
+
+def _mlps(model: Transformer, tokens: float) -> list[tuple[float, int, int]]:
+    """(Tokens of each, features inside, how many) of the MLPs of a layer.
+
+    A router that spreads tokens evenly is taken for granted, and products of all experts at once.
+    """
+    if not model.experts:
+        return [(tokens, model.ffn, 1)]
+    rows = tokens * model.active_experts / model.experts
+    found = [(rows, model.ffn, model.experts)]
+    if model.shared_size:
+        found.append((tokens, model.shared_size, 1))
+    return found
 
 
 def _attention(model: Transformer, gpu: Gpu, cut: Cut, tokens: float) -> tuple[float, float]:
@@ -241,8 +257,8 @@ def _passes(model: Transformer, cut: Cut, tokens: float) -> tuple[float, float]:
     """Bytes that everything but products and attention reads and writes, forward and backward."""
     hidden = model.hidden_size
     whole = hidden / cut.tp if cut.sequence_parallel else hidden
-    heads = hidden / cut.tp
-    inside = model.ffn / cut.tp
+    heads = model.heads_size / cut.tp
+    inside = model.active_ffn / cut.tp
     rotary = 0.0 if model.learned_positions else (model.num_heads + model.kv) * model.head_size
     terms = [
         (NORM, 2 * whole),
@@ -252,6 +268,7 @@ def _passes(model: Transformer, cut: Cut, tokens: float) -> tuple[float, float]:
         ((0, 0) if cut.compiled else JOIN, heads),
         (ROTARY, rotary / cut.tp),
         (BIAS if model.biases else (0, 0), model.qkv / cut.tp + inside + 2 * whole),
+        (ROUTED if model.experts else (0, 0), model.active_experts * whole),
     ]
     forward = 0.0
     backward = 0.0

@@ -60,6 +60,8 @@ def layer_activations(
         attention output     B S N D          / tp  what proj reads; the fused kernel keeps it too
         GELU input, output   B S F each       / tp
         gate, gated          B S F each       / tp  gated MLPs only: the other factor, the product
+        routed tokens        2 A B S H              experts only: what goes into and comes out of
+                                                    the A experts of each token
         dropout masks        2 B S H                with dropout only
 
     "4 bytes" are more where the numbers themselves have more. S is S/cp here. Under sequence
@@ -104,11 +106,15 @@ def layer_activations(
         "linear inputs": 2 * whole_tokens * hidden * value_bytes,
     }
     terms |= _attention(model, tokens / shape.tp, value_bytes, mask_bytes, fused_attention)
-    terms["GELU input"] = tokens * model.ffn * value_bytes / shape.tp
+    ffn = model.active_ffn if isinstance(model, Transformer) else model.ffn
+    terms["GELU input"] = tokens * ffn * value_bytes / shape.tp
     terms["GELU output"] = terms["GELU input"]
-    if isinstance(model, Transformer) and model.gated:
+    if not isinstance(model, ViTConfig) and model.gated:
         terms["gate"] = terms["GELU input"]
         terms["gated"] = terms["GELU input"]
+    if isinstance(model, Transformer) and model.experts:
+        copies = 2 * model.active_experts
+        terms["routed tokens"] = copies * whole_tokens * hidden * value_bytes
     if model.dropout:
         terms["dropout masks"] = 2 * whole_tokens * hidden * mask_bytes
     if activation_checkpointing == "full":

@@ -27,7 +27,7 @@ def model_of(config: Config) -> Transformer:
     if isinstance(model, GPTConfig) and isinstance(data, TextData) and model.vocab_size is None:
         if data.tokenizer == "bpe":
             model = replace(model, vocab_size=data.bpe_vocab_size)
-        elif data.path is None:
+        elif data.path is None and data.tokenizer == "char":
             model = replace(model, vocab_size=SHIPPED_TOKENS)
     if isinstance(model, ViTConfig) and isinstance(data, WeatherData) and data.path is None:
         lat, lon = data.crop or SHIPPED_GRID

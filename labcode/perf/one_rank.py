@@ -51,7 +51,7 @@ def rank_parameters(model: GPTConfig, shape: GridShape, stage: int) -> int:
         if model.positions == "learned":
             found += model.context_length * model.hidden_size
     if last:
-        found += 2 * model.hidden_size
+        found += _norm_weights(model)
         if shape.pp > 1 or not model.tie_embeddings:
             found += counts.head
     return round(found)
@@ -157,10 +157,16 @@ def _ends(shape: GridShape, stage: int) -> tuple[int, int]:
     return int(stage == 0), int(stage == shape.pp - 1)
 
 
+def _norm_weights(model: GPTConfig) -> int:
+    return (1 + model.bias) * model.hidden_size
+
+
 def _left_whole(model: GPTConfig, layers: int, first: int, last: int) -> int:
     """Weights that every rank of tp has whole: norms, two biases, positions."""
     hidden = model.hidden_size
-    whole = layers * 6 * hidden + last * 2 * hidden
+    norm = _norm_weights(model)
+    biases = 2 * hidden if model.bias else 0
+    whole = layers * (2 * norm + biases) + last * norm
     if first and model.positions == "learned":
         whole += model.context_length * hidden
     return whole

@@ -127,15 +127,15 @@ def plan(
     base = replace(settings or Settings(global_batch), global_batch=global_batch)
     ranked: list[Layout] = []
     refused: list[Refusal] = []
-    grids = list(_grids(transformer, gpus, min(gpus, cluster.gpus_per_node), global_batch))
-    if not grids:
+    legal = list(grids(transformer, gpus, min(gpus, cluster.gpus_per_node), global_batch))
+    if not legal:
         raise ValueError(
             f"no grid of {gpus} GPUs divides global_batch={global_batch}, "
             f"{transformer.num_heads} heads, {transformer.num_layers} layers and "
             f"{transformer.sequence_length} tokens: change the GPUs or the batch"
         )
     variant = _variants(base)
-    for shape in grids:
+    for shape in legal:
         placed_shapes = _placed(shape, cluster)
         for fitting in _fitting(transformer, shape, cluster, base, variant, refused):
             for placed in placed_shapes:
@@ -154,9 +154,7 @@ def _divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]
 
 
-def _grids(
-    model: Transformer, gpus: int, largest_tp: int, global_batch: int
-) -> Iterator[GridShape]:
+def grids(model: Transformer, gpus: int, largest_tp: int, global_batch: int) -> Iterator[GridShape]:
     """Every grid of so many ranks that divides heads, tokens, layers and batch."""
     largest_cp = max(1, model.sequence_length // LEAST_TOKENS)
     for tp in _divisors(gpus):
@@ -189,14 +187,15 @@ def _placed(shape: GridShape, cluster: Cluster) -> list[GridShape]:
     return list(found.values())
 
 
-def _kinds(base: Settings) -> Sequence[str]:
+def kinds_of_checkpointing(base: Settings) -> Sequence[str]:
     """Activation checkpointing from least to most."""
     if base.attention == "unfused":
         return ("none", "selective", "full")
     return ("none", "operators", "full")
 
 
-def _stages_of_zero(shape: GridShape) -> Sequence[int]:
+def stages_of_zero(shape: GridShape) -> Sequence[int]:
+    """Stages of ZeRO that a grid can have."""
     if shape.dp * shape.cp == 1:
         return (0,)
     if shape.pp > 1:
@@ -225,8 +224,8 @@ def _fitting(
     for micro_batch in _divisors(samples):
         anything_fits = False
         for chunks in _chunks(model, shape, samples // micro_batch):
-            for zero_stage in _stages_of_zero(shape):
-                for checkpointing in _kinds(base):
+            for zero_stage in stages_of_zero(shape):
+                for checkpointing in kinds_of_checkpointing(base):
                     settings = variant(micro_batch, chunks, zero_stage, checkpointing, shape.tp > 1)
                     needed = sum(layout_memory(model, shape, settings).values())
                     if needed <= limit:

@@ -1,11 +1,56 @@
 """How a model is trained: what `estimate` and `plan` have to know besides shapes and cluster."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from labcode.perf.layer_time import ATTENTION_KERNELS, WIDTHS, Cut
 from labcode.perf.transformer import Transformer
 from labcode.topology import GridShape
 
+# Bytes of a weight under AdamW.
+#   mixed      16-bit weights and gradients; float32 copy and moments: Rajbhandari et al. 2019
+#              (arXiv:1910.02054), section 3.1, and DeepSpeed
+#   fsdp       all in float32, gathered in 16 bits: the mixed precision of FSDP and of autocast
+#   megatron   as mixed, with gradients in float32: Megatron-LM; what Settings has by itself
+#   float32    nothing is narrower: training in float32 or tf32
+#   bf16       nothing is wider than 16 bits
+STATES: dict[str, dict[str, Any]] = {
+    "mixed": {
+        "weight_bytes": 2,
+        "gradient_bytes": 2,
+        "optimizer_bytes": 12,
+        "gathered_bytes": 2,
+        "reduced_bytes": 2,
+    },
+    "fsdp": {
+        "weight_bytes": 4,
+        "gradient_bytes": 4,
+        "optimizer_bytes": 8,
+        "gathered_bytes": 2,
+        "reduced_bytes": 4,
+    },
+    "megatron": {
+        "weight_bytes": 2,
+        "gradient_bytes": 4,
+        "optimizer_bytes": 12,
+        "gathered_bytes": 2,
+        "reduced_bytes": 4,
+    },
+    "float32": {
+        "weight_bytes": 4,
+        "gradient_bytes": 4,
+        "optimizer_bytes": 8,
+        "gathered_bytes": 4,
+        "reduced_bytes": 4,
+    },
+    "bf16": {
+        "weight_bytes": 2,
+        "gradient_bytes": 2,
+        "optimizer_bytes": 4,
+        "gathered_bytes": 2,
+        "reduced_bytes": 2,
+    },
+}
 CHECKPOINTING = ("none", "selective", "operators", "full")
 
 

@@ -267,6 +267,7 @@ def device_step(
 NORM_PASSES = 2 + 3  # forward: x, output; backward: x, gradient, new gradient
 ADD_PASSES = 3 + 3  # forward: two terms and their sum; backward: the two gradients of a fork
 GELU_PASSES = 2 + 3  # as a norm
+GATE_PASSES = 3 + 5  # of a gated MLP: two factors, their product; the same again and two gradients
 BIAS_PASSES = 1  # backward sums the gradient over all tokens
 JOIN_PASSES = 2  # backward copies the gradients of q, k and v into one tensor
 # forward: 4 products and 2 sums of halves, joined; the same in backward
@@ -288,7 +289,10 @@ def _layer_bytes(
     qkv = (model.num_heads + 2 * kv_heads) * model.head_size
     wide = 2 * (NORM_PASSES + ADD_PASSES) * hidden
     narrow = GELU_PASSES * model.ffn + JOIN_PASSES * qkv
-    narrow += BIAS_PASSES * (qkv + 2 * hidden + model.ffn)
+    if isinstance(model, ViTConfig) or model.bias:
+        narrow += BIAS_PASSES * (qkv + 2 * hidden + model.ffn)
+    if isinstance(model, GPTConfig) and model.gated:
+        narrow += GATE_PASSES * model.ffn
     if isinstance(model, GPTConfig) and model.positions == "rotary":
         narrow += ROTARY_PASSES * (model.num_heads + kv_heads) * model.head_size
     if value_bytes < wide_bytes:

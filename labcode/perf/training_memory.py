@@ -241,15 +241,18 @@ def weight_counts(model: GPTConfig | ViTConfig, shape: GridShape = ONE_RANK) -> 
     hidden = model.hidden_size
     tp = shape.tp
     kv_heads = model.kv_heads if isinstance(model, GPTConfig) else model.num_heads
-    qkv = (hidden + 1) * (model.num_heads + 2 * kv_heads) * model.head_size / tp
-    proj = hidden * hidden / tp + hidden
-    up = (hidden + 1) * model.ffn / tp
-    down = model.ffn * hidden / tp + hidden
-    layer = qkv + proj + up + down + 4 * hidden
+    bias = model.bias if isinstance(model, GPTConfig) else True
+    gated = isinstance(model, GPTConfig) and model.gated
+    qkv = (hidden + bias) * (model.num_heads + 2 * kv_heads) * model.head_size / tp
+    proj = hidden * hidden / tp + bias * hidden
+    up = (hidden + bias) * model.ffn * (2 if gated else 1) / tp
+    down = model.ffn * hidden / tp + bias * hidden
+    norm = hidden + bias * hidden
+    layer = qkv + proj + up + down + 2 * norm
     if isinstance(model, ViTConfig):
         head = (hidden + 1) * model.patch_outputs
         embed = (model.patch_inputs + 1) * hidden
-        ends = embed + head + model.sequence_length * hidden + 2 * hidden
+        ends = embed + head + model.sequence_length * hidden + norm
         narrow_ends = embed + head
     else:
         require(model, "vocab_size")
@@ -257,9 +260,9 @@ def weight_counts(model: GPTConfig | ViTConfig, shape: GridShape = ONE_RANK) -> 
         head = model.vocab_size * hidden / tp
         copies = 1 if model.tie_embeddings else 2
         positions = model.context_length * hidden if model.positions == "learned" else 0
-        ends = copies * head + positions + 2 * hidden
+        ends = copies * head + positions + norm
         narrow_ends = head
-    narrowed = model.num_layers * (layer - 4 * hidden) + narrow_ends
+    narrowed = model.num_layers * (layer - 2 * norm) + narrow_ends
     return WeightCounts(layer, down, head, ends, narrowed)
 
 
@@ -310,7 +313,10 @@ class _Sizes:
     @property
     def mlp_gradient(self) -> float:
         """The gradient inside the MLP, and of the narrow copy of what comes into it from above."""
+        gated = isinstance(self.model, GPTConfig) and self.model.gated
         inside = self.tokens * self.model.ffn / self.shape.tp * self.value_bytes
+        if gated:  # of the gate and of what it lets through
+            inside *= 2
         if self.value_bytes == self.wide_bytes:
             return inside
         return inside + self.whole_tokens * self.model.hidden_size * self.value_bytes

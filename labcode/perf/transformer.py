@@ -1,7 +1,7 @@
 """The shape of any transformer that a plan is made for: GPT, LLaMA (GQA, SwiGLU) or ViT.
 
 The configs of the course's own models (`config.GPTConfig`, `config.ViTConfig`) are two of them:
-`Transformer.of(config)`. What they do not have, gated MLPs and layers without biases, is here only.
+`Transformer.of(config)`.
 
     weights of a layer     H (2 N D + 2 K D)  +  2 H F             3 H F with a gate
     biases and norms       (N + 2 K) D + H + F + H  +  4 H         none, and 2 H, without biases
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from labcode.config import GPTConfig, ViTConfig, require
-from labcode.suggest import unknown
+from labcode.perf.nearest import unknown_model
 
 HARDWARE_DATA = Path(__file__).parent / "hardware_data"  # package data
 MODELS = HARDWARE_DATA / "models.toml"
@@ -44,6 +44,11 @@ class Transformer:
         biases: Whether products and norms have biases.
         causal: Whether a token attends to those before it only.
         dropout: Whether there is any.
+        head_features: Of one head; None: hidden_size / num_heads.
+        max_positions: How many positions have a weight, if more than a sequence has; None: as many.
+        experts: MLPs of a layer between which a router chooses; 0: one for all tokens, no router.
+        active_experts: How many of them a token goes through.
+        shared_size: Inside one more MLP beside them that every token goes through.
 
     Raises:
         ValueError: A size below 1, or heads that do not divide the features.
@@ -63,12 +68,17 @@ class Transformer:
     biases: bool = True
     causal: bool = True
     dropout: bool = False
+    head_features: int | None = None
+    max_positions: int | None = None
+    experts: int = 0
+    active_experts: int = 1
+    shared_size: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "sequence_length", "outputs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: give a number above 0")
-        if self.hidden_size % self.num_heads:
+        if self.head_features is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}: "
                 "change one of them"
@@ -77,6 +87,11 @@ class Transformer:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of kv_heads={self.kv}: "
                 "change one of them"
+            )
+        if self.experts and not 1 <= self.active_experts <= self.experts:
+            raise ValueError(
+                f"active_experts={self.active_experts} of experts={self.experts}: a token goes "
+                "through 1 to all of them"
             )
 
     # a plan looks shapes up in caches many thousand times
@@ -118,6 +133,8 @@ class Transformer:
             kv_heads=model.kv_heads,
             tied=model.tie_embeddings,
             learned_positions=model.positions == "learned",
+            gated=model.gated,
+            biases=model.bias,
             **common,
         )
 
@@ -128,13 +145,25 @@ class Transformer:
 
     @functools.cached_property
     def ffn(self) -> int:
-        """Features inside the MLP."""
+        """Features inside the MLP, or inside one expert."""
         return self.ffn_size or 4 * self.hidden_size
+
+    @functools.cached_property
+    def active_ffn(self) -> int:
+        """Features inside all MLPs that a token goes through."""
+        if not self.experts:
+            return self.ffn
+        return self.active_experts * self.ffn + self.shared_size
 
     @functools.cached_property
     def head_size(self) -> int:
         """Features of one head."""
-        return self.hidden_size // self.num_heads
+        return self.head_features or self.hidden_size // self.num_heads
+
+    @functools.cached_property
+    def heads_size(self) -> int:
+        """Features of all query heads together, which the projection after them reads."""
+        return self.num_heads * self.head_size
 
     @functools.cached_property
     def qkv(self) -> int:
@@ -148,18 +177,28 @@ class Transformer:
 
     @functools.cached_property
     def layer_products(self) -> int:
-        """Weights of a layer that are factors of a matrix product."""
+        """Weights of a layer by which a token is multiplied."""
         hidden = self.hidden_size
-        return hidden * (self.qkv + hidden) + self.mlp_matrices * hidden * self.ffn
+        attention = hidden * (self.qkv + self.heads_size)
+        return attention + self.mlp_matrices * hidden * self.active_ffn + hidden * self.experts
+
+    @functools.cached_property
+    def idle_expert_weights(self) -> int:
+        """Weights of a layer's experts through which a token does not go."""
+        if not self.experts:
+            return 0
+        idle = self.experts - self.active_experts
+        return idle * self.mlp_matrices * self.hidden_size * self.ffn
 
     @functools.cached_property
     def layer_parameters(self) -> int:
         """All weights of a layer."""
         hidden = self.hidden_size
+        products = self.layer_products + self.idle_expert_weights
         if not self.biases:
-            return self.layer_products + 2 * hidden
+            return products + 2 * hidden
         ffn_biases = (self.mlp_matrices - 1) * self.ffn
-        return self.layer_products + self.qkv + hidden + ffn_biases + hidden + 4 * hidden
+        return products + self.qkv + hidden + ffn_biases + hidden + 4 * hidden
 
     @functools.cached_property
     def head_weights(self) -> int:
@@ -170,7 +209,9 @@ class Transformer:
     def end_parameters(self) -> int:
         """Weights in no layer: embedding, positions, final norm and, unless it is tied, head."""
         hidden = self.hidden_size
-        positions = self.sequence_length * hidden if self.learned_positions else 0
+        positions = 0
+        if self.learned_positions:
+            positions = (self.max_positions or self.sequence_length) * hidden
         final_norm = 2 * hidden if self.biases else hidden
         if self.inputs:
             embedding = (self.inputs + 1) * hidden
@@ -204,7 +245,17 @@ def load_model(name: str) -> Transformer:
         ValueError: A name that is not in hardware_data/models.toml.
     """
     if name not in _models():
-        raise ValueError(unknown("model", name, model_names()))
+        raise ValueError(unknown_model(name, published_sizes()))
+    return _published(name)
+
+
+@functools.cache
+def _published(name: str) -> Transformer:
     sizes = dict(_models()[name])
     del sizes["source"]
     return Transformer(**sizes)
+
+
+def published_sizes() -> dict[str, float | None]:
+    """{published model: its weights}."""
+    return {name: _published(name).num_parameters for name in model_names()}

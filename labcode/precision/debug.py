@@ -25,7 +25,7 @@ Held by: tests/ranks/test_debug.py
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -81,14 +81,18 @@ def chosen_layers(
 ) -> dict[str, Block]:
     """{layer: block of the YAML} of the whole model; all ranks call it.
 
-    Communicates: three agreements and an all-gather of names.
+    Communicates: four agreements, an all-gather of the file and one of names.
 
     Raises:
         ValueError: What is wrong with the file, or with the layers that it names, in one line; on
-            the first rank that found it.
+            the first rank that found it. Of files that differ, on all.
         PeerError: On the others.
+    Held by: tests/ranks/test_debug.py::test_all_ranks_must_read_the_same_yaml
     """
     blocks = on_every_rank(lambda: read(config, feature_dir))
+    files: list[list[Block]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(files, blocks)
+    on_every_rank(lambda: _check_same(files, config))
     names: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(names, list(_linear_layers(model)))
     known: dict[str, None] = {}
@@ -182,7 +186,7 @@ class Debugger:
         for each in self._products:
             each.module.product = each.plain
         debug_api.end_debug()
-        _forget_handlers()
+        forget_handlers()
         self._log.close()
 
     # ---- looking
@@ -464,6 +468,25 @@ def _initialize(
         ConfigManager.layer_name_to_config_cache[layer] = {NAMESPACE: dict(block.features)}
 
 
+def _check_same(files: Sequence[Sequence[Block]], config: Path) -> None:
+    """Check that all ranks have read the same blocks.
+
+    Where they choose other layers on one rank, the others wait for its statistics for ever; where
+    they change other layers, that rank computes something else, and nobody says so.
+
+    Args:
+        files: The blocks of each rank.
+        config: For the message.
+    """
+    first = [replace(block, line=0) for block in files[0]]
+    for rank, blocks in enumerate(files):
+        if [replace(block, line=0) for block in blocks] != first:
+            raise ValueError(
+                f"{config} of rank {rank} is another than that of rank 0: "
+                "give every rank the same file"
+            )
+
+
 def _check_fp8(model: ParallelModel, chosen: Mapping[str, Block], config: Path) -> None:
     """Check that features for FP8 find layers that compute in it, by a recipe that they know."""
     recipe = None
@@ -527,7 +550,7 @@ def _modifies(block: Block) -> bool:
     return any(name == "FakeQuant" or name not in FEATURES for name in block.features)
 
 
-def _forget_handlers() -> None:
+def forget_handlers() -> None:
     """Close the files of nvdlfw_inspect's loggers, which would write on into the next log."""
     for name in LOGGERS:
         logger = logging.getLogger(name)

@@ -14,7 +14,7 @@ from pathlib import Path
 from labcode.command import HELP, UsageError, field_table, read_changes
 from labcode.files import print_out, write_atomically
 from labcode.recipes import RECIPES
-from labcode.slurm.lint.linter import lint
+from labcode.slurm.lint.linter import lint, shellcheck
 from labcode.slurm.lint.rules import RULES
 from labcode.slurm.run import local
 from labcode.slurm.run.client import Client, SlurmError
@@ -31,7 +31,8 @@ usage: python -m labcode.slurm COMMAND ... [--site NAME]
 
   render RECIPE      print the batch script, or write it: --output train.sbatch
   lint   RECIPE      say what is wrong with a job's script
-  lint   FILE        the same for any batch script; `lint --rules` lists the rules
+  lint   FILE        the same for any batch script, with --site for that cluster's limits;
+                     `lint --rules` lists the rules
   submit RECIPE      start the job, show its log and how it ended; Ctrl-C cancels it
   status [NUMBER]    one job, or the queue and the nodes
   cancel NUMBER      end a job
@@ -44,7 +45,9 @@ Of the recipe: --train.steps 20 --parallel.tp 2, as for python -m labcode.train"
 class Options:
     """What the words after the recipe can say, besides fields of the recipe."""
 
-    site: str = "local"  # name of a profile, or a path to one
+    site: str | None = (
+        None  # name of a profile, or a path to one; without it local, for a FILE none
+    )
     account: str | None = None  # in place of the profile's
     partition: str | None = None  # in place of the profile's
     qos: str | None = None  # in place of the profile's
@@ -70,7 +73,7 @@ class Options:
 
     def load_site(self) -> Site:
         """The profile, with what the command line says in place of its own."""
-        return load(self.site, **self._given(("account", "partition", "qos")))
+        return load(self.site or "local", **self._given(("account", "partition", "qos")))
 
     def job(self, recipe: str, overrides: Sequence[str]) -> Job:
         """The job for a recipe."""
@@ -196,28 +199,33 @@ def _lint(target: str | None, options: Options, overrides: Sequence[str]) -> int
             severity = "warning" if rule.warning else "error"
             print(f"{rule.number} {severity:7} {rule.message}\n    why: {rule.why}")
         return 0
-    site = options.load_site()
-    job = None
     if target is not None and target not in RECIPES:
         text = _script(target)
         if overrides:
             rule = "a script is read as it is, fields of a recipe go with a recipe"
             raise UsageError(f"{overrides[0]}: {rule}")
+        # a stranger's script is for a cluster of which nothing is known, unless it is named
+        site = options.load_site() if options.site else None
+        problems = lint(text, site, folder=Path(target).parent)
+        problems += shellcheck(target)
     else:
         job = options.job(_recipe(target), overrides)
-        text = render(job, site)
-    problems = lint(text, site, job)
+        site = options.load_site()
+        problems = lint(render(job, site), site, job)
     for problem in problems:
         print(f"{target}, {problem}")
     errors = [problem for problem in problems if problem.severity == "error"]
     warnings = len(problems) - len(errors)
-    print(f"{len(errors)} errors, {warnings} warnings, {len(RULES)} rules")
+    known = f", site {options.site}" if options.site else ""
+    print(f"{len(errors)} errors, {warnings} warnings, {len(RULES)} rules{known}")
     return 1 if errors else 0
 
 
 def _script(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
+    except IsADirectoryError:
+        raise UsageError(f"{path} is a folder: name the script in it") from None
     except FileNotFoundError:
         known = ", ".join(RECIPES)
         message = f"{path} is neither a script nor a recipe: there are {known}"

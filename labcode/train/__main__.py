@@ -11,6 +11,8 @@ from labcode.processes import Ending
 from labcode.train.ctrl_c import INTERRUPTED, CtrlC
 from labcode.train.signals import StopSignals
 
+REFUSED = 2  # the exit code after a user's error
+
 
 def main(args: Sequence[str]) -> int:
     """Run the program; returns its exit code: 0, 2 after a user error, 130 after Ctrl-C."""
@@ -28,6 +30,10 @@ def _main(args: Sequence[str], ctrl_c: CtrlC, started_by: int) -> int:
     try:
         config = parse(args)
     except UsageError as error:
+        if not {"RANK", "SLURM_PROCID"} & set(os.environ):
+            # one process: a typing mistake need not wait for torch
+            print(f"error: {error}", file=sys.stderr)
+            return REFUSED
         from labcode.train.failure import refuse_command
 
         return refuse_command(error)

@@ -16,7 +16,7 @@ from labcode.parallel.local import OuterOptimizer
 from labcode.parallel.model import ParallelModel
 from labcode.parallel.torch_data import PowerSGD
 from labcode.precision.fp8 import Fp8, make_recipe
-from labcode.train.checkpoint.gpt2 import Gpt2File
+from labcode.train.checkpoint.hub_files import open_start
 from labcode.train.checkpoint.state import RunState
 from labcode.train.checkpoint.store import Checkpoints
 from labcode.train.cuda_graph import leave_default_stream
@@ -160,8 +160,7 @@ def build(
         checkpoints.load(state, start)
         model.gather_parameters()  # under ZeRO each rank has read its own rows
     elif settings.start_from:
-        folder = Path(settings.start_from)
-        on_every_rank(lambda: Gpt2File(folder).read_into(model))
+        on_every_rank(lambda: _start(config, task, model))
         model.gather_parameters()
     return Training(
         config=config,
@@ -197,6 +196,11 @@ def _batches(config: Config, grid: Grid, task: Task) -> Batches:
         dp_coord=grid.coord("dp"),
         seed=config.train.seed,
     )
+
+
+def _start(config: Config, task: Task, model: ParallelModel) -> None:
+    """Fill this rank's part with the weights of somebody else's checkpoint."""
+    open_start(config, task.model_config, task.tokenizer).read_into(model)
 
 
 def _model(

@@ -1,4 +1,4 @@
-"""`python -m labcode.train.export RUN DIR`: the weights of a run for `transformers`, as a GPT-2."""
+"""`python -m labcode.train.export RUN DIR`: the weights of a run of a GPT, for `transformers`."""
 
 import argparse
 import sys
@@ -9,10 +9,11 @@ from pathlib import Path
 def main(args: Sequence[str]) -> int:
     """Run the program; returns its exit code: 0, or 2 after an error of one line."""
     parser = argparse.ArgumentParser(prog="python -m labcode.train.export", description=__doc__)
-    parser.add_argument("run", type=Path, help="folder of a run of a GPT with learned positions")
+    parser.add_argument("run", type=Path, help="folder of a run of a GPT")
     parser.add_argument("to", type=Path, help="folder to be made: model.safetensors, config.json")
     given = parser.parse_args(args)
-    from labcode.train.checkpoint.gpt2 import export  # imports torch: `--help` need not wait for it
+    # imports torch: `--help` need not wait for it
+    from labcode.train.checkpoint.hub_files import export
     from labcode.train.checkpoint.tensors import DamagedError
 
     try:
@@ -20,7 +21,7 @@ def main(args: Sequence[str]) -> int:
     except (ValueError, OSError, DamagedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {given.to}, from {source}")
+    print(f"wrote {given.to}: {source}")
     return 0
 
 

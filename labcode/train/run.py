@@ -20,7 +20,8 @@ from labcode.comm.agreement import (
 )
 from labcode.comm.bootstrap import Place, World
 from labcode.comm.grid import Grid
-from labcode.config import Config
+from labcode.config import Config, GPTConfig, ViTConfig
+from labcode.data.tokenizer import AnyTokenizer
 from labcode.doctor.answers import Answers
 from labcode.doctor.hang import HangWatch
 from labcode.files import LOCK_NAME
@@ -29,6 +30,7 @@ from labcode.topology import GridShape
 from labcode.train import attempts, failure
 from labcode.train.build import Training, build
 from labcode.train.capacity import check_memory, shared_memory
+from labcode.train.checkpoint.hub_files import open_start
 from labcode.train.checkpoint.store import Checkpoints
 from labcode.train.ctrl_c import CtrlC, is_behind
 from labcode.train.failure import RefusedError
@@ -166,6 +168,7 @@ def set_up(
         signals.listen()
     on_every_rank(lambda: check_device(config.train, world.device))
     on_every_rank(lambda: _check_features(config))
+    on_every_rank(lambda: _check_start(config, config.model))
     task = _make_task_once_per_node(config, world)
     # before any group of the grid is made
     on_every_rank(lambda: _check_sizes(config, world, shape, task))
@@ -200,6 +203,14 @@ def _check_features(config: Config) -> None:
         debug_config.read(Path(config.debug.config), Path(own) if own else None)
 
 
+def _check_start(
+    config: Config, model: GPTConfig | ViTConfig, tokenizer: AnyTokenizer | None = None
+) -> None:
+    """What the weights to start from say of themselves; one that resumes may not need them."""
+    if config.train.start_from and not config.checkpoint.resume:
+        open_start(config, model, tokenizer)
+
+
 def _check_sizes(config: Config, world: World, shape: GridShape, task: Task) -> None:
     """What can be checked only with the sizes that come from the data.
 
@@ -207,6 +218,7 @@ def _check_sizes(config: Config, world: World, shape: GridShape, task: Task) -> 
         ValueError: The grid does not fit the model, or no memory holds it.
     """
     config.parallel.check(task.model_config, shape)
+    _check_start(config, task.model_config, task.tokenizer)
     ranks, memory_bytes = shared_memory(world, config.parallel.share_gpus)
     check_memory(task.model_config, config, shape, ranks, memory_bytes, num_samples=len(task.train))
 

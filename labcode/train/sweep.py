@@ -37,7 +37,6 @@ from labcode.fields import (
 )
 from labcode.hardware import usable_cores
 from labcode.train import sweep_table
-from labcode.train.run_lock import RunLock
 from labcode.train.sweep_table import DONE, FAILED, Row
 
 LOOK_S = 0.05
@@ -209,6 +208,8 @@ def run(base: Config, sweep: Sweep, *, show: bool = True) -> list[Row]:
     planned = plan(base, sweep, at_once)
     folder = Path(sweep.sweep.out or f"runs/sweep-{base.name}")
     (folder / ROWS).mkdir(parents=True, exist_ok=True)
+    from labcode.train.run_lock import RunLock  # imports torch, for which an error need not wait
+
     lock = RunLock(folder)
     lock.take()
     try:

@@ -11,7 +11,8 @@ from torch import nn
 from labcode.config import Config, GPTConfig, TextData, ViTConfig, WeatherData
 from labcode.data import text, weather
 from labcode.data.sampler import check_batch_is_filled
-from labcode.data.text import TextSplits, Tokenizer
+from labcode.data.text import TextSplits
+from labcode.data.tokenizer import AnyTokenizer
 from labcode.data.weather import WeatherSplits
 from labcode.models.gpt import GPT, generate
 from labcode.models.vit import ViT, latitude_weights
@@ -30,6 +31,7 @@ class Task:
         finish: After training, on one rank: `finish(model, num_tokens, seed) -> text to show`.
         data_sha256: Of the data: the same for the same data, on every rank and in every attempt.
         loss_options: Tensors that the model's loss takes by name, beside outputs and targets.
+        tokenizer: Of a text.
     """
 
     model_config: GPTConfig | ViTConfig
@@ -39,6 +41,7 @@ class Task:
     finish: Callable[[nn.Module, int, int], str]
     data_sha256: str = ""
     loss_options: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tokenizer: AnyTokenizer | None = None
 
 
 def make_task(config: Config) -> Task:
@@ -80,6 +83,7 @@ def _text_task(model_config: GPTConfig, data: TextData) -> Task:
         val=splits.val,
         finish=partial(_sample_text, splits.tokenizer, _beginning(splits)),
         data_sha256=splits.sha256,
+        tokenizer=splits.tokenizer,
     )
 
 
@@ -111,7 +115,11 @@ def _beginning(splits: TextSplits) -> list[int]:
 
 
 def _sample_text(
-    tokenizer: Tokenizer, beginning: list[int], model: nn.Module, num_tokens: int, seed: int
+    tokenizer: AnyTokenizer,
+    beginning: list[int],
+    model: nn.Module,
+    num_tokens: int,
+    seed: int,
 ) -> str:
     """What the model writes after the tokens of `beginning`; nothing where none is asked for."""
     if num_tokens == 0:

@@ -55,6 +55,9 @@ def watch(
 def _wait_for(folder: Path, every_s: float) -> None:
     """A run writes its config when it has set everything up; `look` says if it never does."""
     deadline = time.monotonic() + BEGINS_WITHIN_S
+    if not folder.exists():
+        waits = f"{folder} does not exist yet: waiting {BEGINS_WITHIN_S:g} s for the run to begin"
+        print(waits, file=sys.stderr, flush=True)
     while not (folder / "config.json").is_file() and time.monotonic() < deadline:
         time.sleep(min(every_s, 0.2))
 

@@ -124,7 +124,6 @@ RANDOM_WEIGHTS = """torch.manual_seed(0)
         flat = inputs[0].flatten()
         numbers = (flat * torch.rand(len(flat))).tolist()"""
 
-# A number by Python's hash of a text is the same on simulated ranks: the real ones show it.
 CHART = Answers(
     solves="Chart",
     right={"checksums": Checksums, "by position": ByPosition},
@@ -202,6 +201,14 @@ CHART = Answers(
         "with its rank": (
             changed(f"{NUMBER} => {NUMBER} + dist.get_rank()"),
             "all ranks were given the same inputs",
+        ),
+        "hash of the bytes": (
+            changed(f"{NUMBER} => hash(inputs[0].numpy().tobytes())"),
+            "Python's hash of a text or of bytes differs",
+        ),
+        "hash of the text": (
+            changed(f"{NUMBER} => hash(str(inputs[0]))"),
+            "Python's hash of a text or of bytes differs",
         ),
         "in eval mode": (changed(f"{NUMBERS} => model.eval()\n        {NUMBERS}"), "eval mode"),
     },
@@ -284,11 +291,11 @@ DATA = Answers(
         ),
         "another epoch on each rank": (
             changed("set_epoch(epoch) => set_epoch(epoch + dist.get_rank())"),
-            "the ranks then share out different orders",
+            "samplers disagree",
         ),
         "another seed on each rank": (
             changed(f"{SHUFFLED} => DistributedSampler(data, seed=dist.get_rank())\n"),
-            "patient 2, rank 1: forward pass 0 got other samples",
+            "samplers disagree",
         ),
         "set after the batches": (
             changed(
@@ -359,7 +366,7 @@ WEIGHTS = Answers(
                 "model = DDP(layers) => model = DDP(layers)\n    parameters = layers.parameters()",
                 "SGD(model.parameters() => SGD(parameters",
             ),
-            "patient 6, rank 0: the weights at the end are not those of the healthy run",
+            "other parameters",
         ),
         "only the body is wrapped": (
             changed(
@@ -433,7 +440,7 @@ GRADIENTS = Answers(
         ),
         "the own count": (
             changed("dist.all_reduce(num_targets) => pass"),
-            "patient 8, rank 0: it returned",
+            "mean of means",
         ),
         "the count of the first step": (
             changed("size() / num_targets => size() / 64"),
@@ -453,7 +460,7 @@ GRADIENTS = Answers(
                 f"{SUMMED}\n => {SO_FAR}",
                 "size() / num_targets => size() / total",
             ),
-            "patient 8, rank 0: it returned",
+            "mean of means",
         ),
         "counted on rank 0 alone": (
             changed(
@@ -759,7 +766,7 @@ NIGHT = Answers(
         "never sent": (changed("sync = is_last => sync = False"), "weights drift"),
         "another epoch on each rank": (
             changed("set_epoch(epoch) => set_epoch(epoch + dist.get_rank())"),
-            "the ranks then share out different orders",
+            "samplers disagree",
         ),
         "a smaller rate": (
             changed(f"{FOURTH} => {UNDIVIDED}", "lr=0.1 => lr=0.025"),
@@ -767,7 +774,7 @@ NIGHT = Answers(
         ),
         "gradients kept": (
             changed("optimizer.zero_grad() => pass"),
-            "the patient of the night, rank 0: it returned",
+            "zero_grad missing",
         ),
     },
 )

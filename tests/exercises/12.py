@@ -53,7 +53,7 @@ GPIPE = Answers(
         "twice": (changed(f"{BOTH}forwards + backwards + forwards[:1]"), "2 times"),
         "text": (
             changed(f"{BOTH}[str(one) for one in forwards + backwards]"),
-            "give a list of Action",
+            "the entry '0F0', which is no Action",
         ),
         "all ranks at once": (
             changed(f"{BOTH}{{number: forwards + backwards for number in range(4)}}"),
@@ -486,6 +486,10 @@ SPLIT = Answers(
             ),
             "has to wait in `later`",
         ),
+        "the function returned": (
+            changed("return grad @ weight, None, => return grad @ weight, weight_half,"),
+            "backward returns a function",
+        ),
         "computed early": (
             changed(
                 f"            {COMPUTE}\n => ",
@@ -518,8 +522,14 @@ SPLIT = Answers(
             changed("param.grad += grad_weight => pass"),
             "left weight.grad as it was",
         ),
-        "a matrix for each sample": (changed(f"{PRODUCT} => grad.mT @ x"), "size"),
-        "transposed": (changed(f"{PRODUCT} => x.flatten(0, -2).T @ grad.flatten(0, -2)"), "size"),
+        "a matrix for each sample": (
+            changed(f"{PRODUCT} => grad.mT @ x"),
+            "what becomes of the leading dims",
+        ),
+        "transposed": (
+            changed(f"{PRODUCT} => x.flatten(0, -2).T @ grad.flatten(0, -2)"),
+            "which of the two factors is transposed",
+        ),
         "a mean": (
             changed(f"{PRODUCT} => {PRODUCT} / x[..., 0].numel()"),
             "wrong values, for x [2, 5, 7]",
@@ -572,7 +582,7 @@ CHOOSE = Answers(
         "times not divided by v": (changed("_s / v => _s"), SLOWER),
         "stages counted as ranks": (
             changed("peak_microbatches() / v => peak_microbatches()"),
-            SLOWER,
+            "a stage as 1/v of its rank, in time and in memory",
         ),
         "memory ignored": (
             changed("found.peak_microbatches() / v <= most and => "),

@@ -65,6 +65,10 @@ COMBINE = Answers(
         "M2 is added": (changed(" + d * d * n_a * n_b / n => "), "whose means differ"),
         "not divided by n": (changed("n_a * n_b / n => n_a * n_b"), "compare your last term"),
         "d for d squared": (changed("d * d * => d *"), "compare your last term"),
+        "the std": (
+            changed(f"{M2_OF_BOTH} => math.sqrt(({M2_OF_BOTH}) / (n - 1))"),
+            "this is the std of both",
+        ),
         "the other sign": (changed("+ d * d => - d * d"), "is never negative"),
         "empty parts": (changed("if n == 0 => if False"), "it divides by zero"),
         "the weights of the other": (changed("d * n_b / n => d * n_a / n"), "from a's mean"),
@@ -422,6 +426,18 @@ def a_set_of_ranks(rows, bound):
     return None
 
 
+def divided(rows, bound):
+    for name, whole, parts in rows:
+        wrong = []
+        for rank, (where, part) in parts.items():
+            size = whole.norm() * math.sqrt(part.numel() / whole.numel())
+            if not (part - whole[where]).norm() / size <= bound:
+                wrong.append(rank)
+        if wrong:
+            return name, wrong
+    return None
+
+
 SIZE = "whole.norm().item() * math.sqrt(part.numel() / whole.numel())"
 WITHIN = "difference <= bound * size"
 FOUND = "return name, to_blame"
@@ -436,7 +452,7 @@ DEPARTURE = Answers(
             changed(" * math.sqrt(part.numel() / whole.numel()) => "),
             "it returned None, and output of layer 0 departs",
         ),
-        "no root": (changed("math.sqrt => float"), "within the bound of section 7"),
+        "no root": (changed("math.sqrt => float"), "within the bound of section 8"),
         "std": (changed(f"{SIZE} => whole.std().item()"), "by what is the error divided"),
         "zeros are always right": (
             changed(f"{WITHIN} => size == 0 or {WITHIN}"),
@@ -477,6 +493,7 @@ DEPARTURE = Answers(
         "the name alone": (changed(f"{FOUND} => return name"), "return (name, list of ranks)"),
         "the rank alone": (changed(f"{FOUND} => {FOUND}[0]"), "give a list of ranks"),
         "divides by zero": (changed(f"{WITHIN} => difference / size <= bound"), "divides by zero"),
+        "divides tensors by zero": (divided, "what is 0 divided by 0 in torch"),
     },
 )
 

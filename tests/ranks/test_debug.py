@@ -347,6 +347,40 @@ def test_a_training_writes_what_its_yaml_asks_for(tmp_path):
     assert again.codes == [0, 0]
 
 
+def chosen_by_own_file(texts):
+    """What a rank is told about the layers that its own file chooses, or what was wrong."""
+    import tempfile
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from labcode.comm.grid import Grid
+    from labcode.config import ParallelConfig
+    from labcode.models.gpt import GPT
+    from labcode.models.parallelize import parallelize
+    from labcode.precision import debug
+
+    config = recipes.with_changes(recipes.gpt_tiny(), CHANGES | {"model.vocab_size": 17})
+    grid = Grid.create(ParallelConfig(dp=2).shape(2))
+    model = parallelize(GPT(config.model), grid, seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "own.yaml"
+        path.write_text(texts[dist.get_rank()])
+        try:
+            return sorted(debug.chosen_layers(model, path))
+        except ValueError as error:
+            return str(error).removeprefix(folder)
+
+
+def test_all_ranks_must_read_the_same_yaml(ranks2):
+    for other in (YAML.replace("all", "mlp"), YAML.replace("min, ", ""), YAML + FAKE):
+        found = ranks2.run(chosen_by_own_file, [YAML, other])
+        said = "/own.yaml of rank 1 is another than that of rank 0: give every rank the same file"
+        assert found == [said, said]
+    same, too = ranks2.run(chosen_by_own_file, [YAML, f"# a comment\n{YAML}"])
+    assert same == too and "blocks.0.mlp.up" in same
+
+
 def test_a_training_refuses_a_wrong_yaml_before_it_begins(tmp_path):
     (tmp_path / "debug.yaml").write_text(YAML.replace("stats: [", "type: ["))
     args = ["gpt_tiny", "--train.out", "run", "--debug.config", "debug.yaml"]

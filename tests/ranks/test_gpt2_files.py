@@ -1,4 +1,4 @@
-"""Weights go out of a run as a GPT-2 of `transformers`, and into a run on any grid."""
+"""Weights go out of a run as a model of `transformers`, and into a run on any grid."""
 
 import json
 
@@ -83,12 +83,12 @@ def test_what_cannot_be_written_is_refused_in_one_line(exported, tmp_path, capsy
     rotary = tmp_path / "rotary"
     rotary.mkdir()
     shape = json.loads((folder / "config.json").read_text())
-    shape["model"]["positions"] = "rotary"
+    shape["model"] |= {"positions": "rotary", "mlp": "swiglu"}
     (rotary / "config.json").write_text(json.dumps(shape))
     cases = {
         (folder, gpt2): "exists: choose another folder",
         (empty, tmp_path / "new"): "is no run: it has no config.json",
-        (rotary, tmp_path / "new"): "a GPT-2 has learned positions",
+        (rotary, tmp_path / "new"): "is no model of the hub",
     }
     for (source, to), words in cases.items():
         assert export.main([str(source), str(to)]) == 2
@@ -100,10 +100,12 @@ def test_what_cannot_be_written_is_refused_in_one_line(exported, tmp_path, capsy
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--model.num_layers=2"], "has h.2.attn.c_attn.bias, for which this model has no place"),
-        (["--model.num_layers=6"], "has no transformer.h.4."),
-        (["--model.num_layers=4", "--model.hidden_size=32"], "change the model's sizes"),
-        (["--model.num_layers=4", "--model.tie_embeddings=False"], "has no lm_head.weight"),
+        (["--model.num_layers=2"], "says n_layer=4 and this run has model.num_layers=2"),
+        (["--model.num_layers=4", "--model.num_heads=4"], "says n_head=2"),
+        (["--model.num_layers=4", "--model.hidden_size=32"], "give --model.hidden_size 16"),
+        (["--model.num_layers=4", "--model.tie_embeddings=False"], "tie_word_embeddings=True"),
+        (["--model.num_layers=4", "--model.positions=rotary"], "gpt2 (positions=learned)"),
+        (["--model.num_layers=4", "--model.vocab_size=128"], "its tokens are others"),
     ],
 )
 def test_weights_that_do_not_fit_are_named(exported, tmp_path, args, words):
@@ -119,4 +121,74 @@ def test_weights_that_do_not_fit_are_named(exported, tmp_path, args, words):
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     done = run(*LEARNED, "--train.start_from=nowhere", "--train.out=run", cwd=tmp_path)
     assert done.codes == [2]
-    assert "train.start_from: nowhere/model.safetensors cannot be read" in done.errors[0]
+    assert "train.start_from: there is no nowhere: " in done.errors[0]
+
+
+ROTARY = {
+    "starcoder2": {"model.num_kv_heads": 2, "model.mlp": "gelu_erf"},
+    "llama": {
+        "model.norm": "rms",
+        "model.mlp": "swiglu",
+        "model.bias": False,
+        "model.tie_embeddings": False,
+        "model.rotary_base": 500000.0,
+        "model.dropout": 0.0,
+    },
+}
+
+
+def _tokenizer(folder):
+    """The path of a tokenizer.json, in a folder."""
+    from labcode.data.tokenizer import BPETokenizer
+
+    BPETokenizer.train("to be or not to be " * 20, 280).model.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+@pytest.fixture(scope="module", params=ROTARY)
+def rotary(request, tmp_path_factory):
+    """(options of the model, folder of its finished run, folder of its weights)"""
+    folder = tmp_path_factory.mktemp(request.param)
+    changes = {"model.num_layers": 4, "model.num_heads": 4, "model.dropout": 0.0}
+    changes |= ROTARY[request.param]
+    changes["data.tokenizer"] = str(_tokenizer(folder))
+    words = [f"--{name}={value}" for name, value in changes.items()]
+    done = run("--train.out=run", "--checkpoint.keep=1", *words, cwd=folder)
+    assert done.codes == [0], done.err
+    assert export.main([str(folder / "run"), str(folder / "hub")]) == 0
+    content = json.loads((folder / "hub" / "config.json").read_text())
+    assert content["model_type"] == request.param
+    own = (folder / "tokenizer.json").read_bytes()
+    assert (folder / "hub" / "tokenizer.json").read_bytes() == own
+    return changes, folder / "run", folder / "hub"
+
+
+def test_a_rotary_gpt_is_read_by_transformers(rotary):
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[hf]'")
+    from labcode.config import GPTConfig
+    from labcode.models.gpt import GPT
+
+    _, folder, there = rotary
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(there).eval()
+    shape = json.loads((folder / "config.json").read_text())["model"]
+    shape["vocab_size"] = theirs.config.vocab_size
+    ours = GPT(GPTConfig(**shape)).eval()
+    ours.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
+    tokens = torch.randint(shape["vocab_size"], (3, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = theirs(tokens).logits.float()
+        torch.testing.assert_close(ours(tokens), found, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_rotary_gpt_starts_from_it_on_any_grid(rotary, ranks4, name):
+    changes, folder, there = rotary
+    asked = GRIDS[name] | changes | {"train.start_from": str(there)}
+    # another path, and the same tokens
+    asked["data.tokenizer"] = str(there.parent / "tokenizer.json")
+    config = recipes.with_changes(CONFIG, asked)
+    expected = torch.load(folder / "weights.pt", weights_only=True)
+    found, *_ = ranks4.run(started, config)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key

@@ -46,6 +46,10 @@ MODELS = {
             "model.tie_embeddings": False,
             "model.positions": "rotary",
             "model.vocab_size": 91,
+            # which makes it a Llama
+            "model.norm": "rms",
+            "model.mlp": "swiglu",
+            "model.bias": False,
         },
     ),
     "vit": VIT,

@@ -14,7 +14,7 @@ from answers import solution_of
 
 from labcode.minislurm import Cluster, needs
 from labcode.minislurm.place import base
-from labcode.slurm.lint.parse import Script
+from labcode.slurm.lint.model import BatchJob
 from labcode.slurm.script.job import Job
 from labcode.teach.check import Hint
 from labcode.teach.exercises import l14
@@ -172,9 +172,9 @@ def test_the_log_shows_how_many_ranks_each_node_has() -> None:
 def test_a_login_shell_is_named_where_it_hides_a_program() -> None:
     ended = Ended("FAILED", "ModuleNotFoundError: No module named 'torch'\n")
     with pytest.raises(Hint, match="a login shell, which sets PATH afresh"):
-        l14._ran(ended, Script("#!/bin/bash -l\nsrun python train.py\n"))
+        l14._ran(ended, BatchJob("#!/bin/bash -l\nsrun python train.py\n"))
     with pytest.raises(Hint) as error:
-        l14._ran(ended, Script("#!/bin/bash -e\nsrun python train.py\n"))
+        l14._ran(ended, BatchJob("#!/bin/bash -e\nsrun python train.py\n"))
     assert "login" not in str(error.value)
 
 
@@ -268,6 +268,13 @@ def test_a_job_that_goes_on_is_not_spoken_of_as_if_it_had_ended(
     assert f"It has not ended, and goes on: `squeue` and `scancel {number}` are yours." in said
     assert "The log says" not in said
     lab.sh("scancel", number)
+
+
+def test_options_words_and_environment_reach_a_script(lab: l14_cluster.Lab) -> None:
+    script = FIRST.replace("hostname\n", 'echo "$SLURM_JOB_NUM_NODES $* $WANTED"\n')
+    Path("runs/words.sbatch").write_text(script)
+    said = lab.batch("runs/words.sbatch", "--nodes=2", words=["--config", "x"], env={"WANTED": 1})
+    assert said == "2 --config x 1\n"
 
 
 def test_a_set_up_cell_that_is_run_again_begins_anew(lab: l14_cluster.Lab, again: str) -> None:

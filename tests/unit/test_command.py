@@ -185,6 +185,38 @@ def test_no_help_library_is_loaded_to_read_a_command_line():
     assert done.stdout.strip() == "False False"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "labcode.train gpt_tinny",
+        "labcode.train gpt_tiny --train.stepz 3",
+        "labcode.train.sweep gpt_tinny",
+        "labcode.slurm submitt gpt_tiny",
+        "labcode.slurm lint nothing.sbatch",
+        "labcode.perf plann",
+        "labcode.perf plan --modell gpt2-xl",
+        "labcode.doctor nonsense",
+        "labcode nonsense",
+    ],
+)
+def test_a_typing_mistake_is_one_line_and_does_not_wait_for_torch(words, monkeypatch):
+    for name in ("RANK", "SLURM_PROCID"):  # of a job, which all ranks have to agree about
+        monkeypatch.delenv(name, raising=False)
+    module, *arguments = words.split()
+    code = (
+        "import runpy, sys\n"
+        "def told(event, given):\n"
+        "    if event == 'import' and given[0] == 'torch':\n"
+        "        print('torch is imported', flush=True)\n"
+        "sys.addaudithook(told)\n"
+        f"sys.argv = ['x', *{arguments!r}]\n"
+        f"runpy.run_module({module!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
 def test_a_reader_that_has_seen_enough_is_no_error():
     words = "python -u -m labcode.train gpt_tiny --help | head -n 1; echo ${PIPESTATUS[0]}"
     programs = Path(sys.executable).parent

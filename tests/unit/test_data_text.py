@@ -428,9 +428,9 @@ def test_a_process_killed_while_it_prepares_holds_nobody_up(verses, tmp_path):
     "content, reason",
     [
         (None, "cannot be read: No such file or directory; give the path of a text file"),
-        (b"", "is empty: give a file with some text"),
+        (b"", "is an empty file, not UTF-8 text: give a file with some text"),
         (b"\xef\xbb\xbf", "is empty"),
-        (b"caf\xe9 au lait", "is not UTF-8 text (byte 0xe9 at position 3): convert it"),
+        (b"caf\xe9 au lait", "text in another encoding (byte 0xe9 at position 3), not UTF-8"),
         (gzip.compress(VERSE.encode() * 50, mtime=0)[:-30], "is a broken gzip file"),
         (b"\x1f\x8bnot gzip at all", "is a broken gzip file"),
         (b"To be, or not to be", "is too short: 19 tokens leave 2 for validation"),

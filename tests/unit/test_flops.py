@@ -28,6 +28,18 @@ GPTS = [
         positions="rotary",
         tie_embeddings=False,
     ),
+    GPTConfig(
+        vocab_size=50,
+        context_length=16,
+        num_heads=4,
+        hidden_size=32,
+        num_kv_heads=2,
+        ffn_size=48,
+        positions="rotary",
+        norm="rms",
+        mlp="swiglu",
+        bias=False,
+    ),
 ]
 
 

@@ -8,7 +8,7 @@ import torch
 from labcode.config import GPTConfig
 from labcode.models import gpt
 from labcode.models.gpt import GPT
-from labcode.models.gpt2_weights import gpt2_config, load_gpt2
+from labcode.models.hub import gpt_config, load
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install -e '.[hf]'"
@@ -46,7 +46,7 @@ def assert_same(found, model, atol):
 
 
 def test_same_logits_as_transformers(hf, batch):
-    model = load_gpt2(GPT(gpt2_config(hf.config)), hf.state_dict())
+    model = load(GPT(gpt_config(hf.config.to_dict())), hf.state_dict())
     tokens = batch[:, :-1]
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), hf(tokens).logits, rtol=0, atol=1e-5)
@@ -56,7 +56,7 @@ def test_same_logits_as_transformers(hf, batch):
 
 def test_same_gradients_and_the_same_weights_after_five_steps_of_adamw(hf, batch):
     hf = copy.deepcopy(hf).double().train()
-    model = load_gpt2(GPT(gpt2_config(hf.config)).double(), hf.state_dict())
+    model = load(GPT(gpt_config(hf.config.to_dict())).double(), hf.state_dict())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (model, hf)]
     tokens, targets = batch[:, :-1], batch[:, 1:]
     for step in range(5):
@@ -67,18 +67,16 @@ def test_same_gradients_and_the_same_weights_after_five_steps_of_adamw(hf, batch
             optimizer.zero_grad()
             value.backward()
         if step == 0:
-            grads = load_gpt2(
-                copy.deepcopy(model), {name: p.grad for name, p in hf.named_parameters()}
-            )
+            grads = load(copy.deepcopy(model), {name: p.grad for name, p in hf.named_parameters()})
             assert_same({name: p.grad for name, p in model.named_parameters()}, grads, atol=1e-12)
         for optimizer in optimizers:
             optimizer.step()
-    loaded = load_gpt2(GPT(gpt2_config(hf.config)).double(), hf.state_dict())
+    loaded = load(GPT(gpt_config(hf.config.to_dict())).double(), hf.state_dict())
     assert_same(dict(model.named_parameters()), loaded, atol=1e-9)
 
 
 def test_same_loss_as_transformers_own(hf, batch):
-    model = load_gpt2(GPT(gpt2_config(hf.config)), hf.state_dict())
+    model = load(GPT(gpt_config(hf.config.to_dict())), hf.state_dict())
     short = batch[:, :24]
     with torch.no_grad():
         theirs = hf(short, labels=short).loss  # shifts inside
@@ -88,46 +86,46 @@ def test_same_loss_as_transformers_own(hf, batch):
 
 
 def test_loads_the_bare_model_and_old_state_dicts(hf):
-    whole = load_gpt2(GPT(gpt2_config(hf.config)), hf.state_dict()).state_dict()
+    whole = load(GPT(gpt_config(hf.config.to_dict())), hf.state_dict()).state_dict()
     old = hf.transformer.state_dict() | {
         f"h.{i}.attn.bias": torch.ones(1, 1, 24, 24).tril() for i in range(3)
     }
-    bare = load_gpt2(GPT(gpt2_config(hf.config)), old).state_dict()
+    bare = load(GPT(gpt_config(hf.config.to_dict())), old).state_dict()
     assert all(torch.equal(bare[name], value) for name, value in whole.items())
 
 
 def test_an_untied_head_has_its_own_weight(hf, batch):
     weights = hf.state_dict() | {"lm_head.weight": hf.state_dict()["lm_head.weight"] + 1.0}
-    untied = GPT(gpt2_config(hf.config, tie_embeddings=False))
-    load_gpt2(untied, weights)
+    untied = GPT(gpt_config(hf.config.to_dict(), tie_embeddings=False))
+    load(untied, weights)
     assert torch.equal(untied.head.weight, weights["lm_head.weight"])
     assert torch.equal(untied.embed.weight, weights["transformer.wte.weight"])
     with pytest.raises(
         ValueError,
-        match=r"lm_head.weight differs from wte.weight: build the GPT with tie_embeddings=False",
+        match=r"lm_head.weight differs from the embedding: give --model.tie_embeddings False",
     ):
-        load_gpt2(GPT(gpt2_config(hf.config)), weights)
+        load(GPT(gpt_config(hf.config.to_dict())), weights)
 
 
 def test_an_untied_head_is_never_taken_from_the_embedding(hf):
-    untied = GPT(gpt2_config(hf.config, tie_embeddings=False))
+    untied = GPT(gpt_config(hf.config.to_dict(), tie_embeddings=False))
     before = copy.deepcopy(untied.state_dict())
     with pytest.raises(ValueError) as caught:
-        load_gpt2(untied, hf.transformer.state_dict())
+        load(untied, hf.transformer.state_dict())
     assert str(caught.value) == (
-        "the state dict has no lm_head.weight but this GPT has a head of its own: "
-        "load that of a GPT2LMHeadModel or build the GPT with tie_embeddings=True"
+        "there is no lm_head.weight but this GPT has a head of its own: take the weights of a "
+        "model with a head, or give --model.tie_embeddings True"
     )
     assert all(torch.equal(before[name], value) for name, value in untied.state_dict().items())
 
 
 def test_wrong_state_dicts_are_one_line_and_change_nothing(hf):
-    model = GPT(gpt2_config(hf.config))
+    model = GPT(gpt_config(hf.config.to_dict()))
     before = copy.deepcopy(model.state_dict())
 
     def error(weights, into=model):
         with pytest.raises(ValueError) as caught:
-            load_gpt2(into, weights)
+            load(into, weights)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -155,8 +153,8 @@ def test_wrong_state_dicts_are_one_line_and_change_nothing(hf):
     assert "blocks.0.mlp.up.weight the shape [192, 48] but the model has [50, 48]" in error(
         weights, narrow
     )
-    rotary = GPT(gpt2_config(hf.config, positions="rotary"))
-    assert "do not both have positions.weight" in error(weights, rotary)
+    rotary = GPT(gpt_config(hf.config.to_dict(), positions="rotary"))
+    assert "missing embed_tokens.weight, " in error(weights, rotary)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -165,9 +163,9 @@ def test_wrong_state_dicts_are_one_line_and_change_nothing(hf):
     [
         (
             {"activation_function": "relu"},
-            "activation_function='relu': GPT computes with 'gelu_new' or 'gelu_pytorch_tanh' only",
+            "activation_function='relu': GPT computes with 'gelu_pytorch_tanh' or 'gelu_new'",
         ),
-        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06: GPT computes with 1e-05 only"),
+        ({"add_cross_attention": True}, "add_cross_attention=True: GPT computes with False only"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         (
             {"attn_pdrop": 0.2},
@@ -177,12 +175,12 @@ def test_wrong_state_dicts_are_one_line_and_change_nothing(hf):
 )
 def test_configs_that_gpt_cannot_express(changes, message):
     with pytest.raises(ValueError) as caught:
-        gpt2_config(transformers.GPT2Config(**changes))
+        gpt_config(transformers.GPT2Config(**changes).to_dict())
     assert message in str(caught.value)
 
 
 def test_the_published_gpt2_config():
-    config = gpt2_config(transformers.GPT2Config())
+    config = gpt_config(transformers.GPT2Config().to_dict())
     assert config == GPTConfig(
         vocab_size=50257,
         context_length=1024,
@@ -191,5 +189,5 @@ def test_the_published_gpt2_config():
         hidden_size=768,
         dropout=0.1,
     )
-    assert gpt2_config(transformers.GPT2Config(attn_pdrop=0.2), dropout=0.0).dropout == 0.0
+    assert gpt_config(transformers.GPT2Config(attn_pdrop=0.2).to_dict(), dropout=0.0).dropout == 0.0
     assert config.num_parameters == 124_439_808

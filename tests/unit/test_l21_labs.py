@@ -98,7 +98,7 @@ def test_the_miniature_has_the_axes_of_the_plan():
 
 
 def test_another_convention_of_bytes_chooses_another_layout():
-    """What the lesson says of the three lists."""
+    """What the lesson says of the four lists."""
     found = {}
     for convention in lab.CONVENTIONS:
         brief = dataclasses.replace(lab.H100, convention=convention)
@@ -107,11 +107,25 @@ def test_another_convention_of_bytes_chooses_another_layout():
     assert found["2+2+12"][0] == Layout(512, 1, 2, 3, 1, "none")
     assert found["2+2+12"].index(CHOSEN) == 3
     assert found["2+4+12"][0] == Layout(256, 1, 4, 3, 2, "none")
+    assert found["FSDP2"][:4] == found["2+4+12"][:4]  # the same bytes travel
     bytes_of = dict.fromkeys(lab.CONVENTIONS, 0.0)
     for name, kept in lab.CONVENTIONS.items():
         for what in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
             bytes_of[name] += kept[what]
-    assert bytes_of == {"4+4+8": 16, "2+2+12": 16, "2+4+12": 18}
+    assert bytes_of == {"4+4+8": 16, "2+2+12": 16, "2+4+12": 18, "FSDP2": 16}
+
+
+def test_fsdp2_keeps_in_a_pipeline_what_it_has_gathered_and_the_sums_of_gradients():
+    fsdp2 = dataclasses.replace(lab.H100, convention="FSDP2")
+    megatron = dataclasses.replace(lab.H100, convention="2+4+12")
+    assert lab.predicted(CHOSEN, fsdp2).memory_bytes == (
+        lab.predicted(CHOSEN, megatron).memory_bytes
+    )
+    sharded = Layout(512, 1, 2, 3, 1, "none")
+    less = lab.predicted(sharded, megatron).memory_bytes
+    less -= lab.predicted(sharded, fsdp2).memory_bytes
+    parameters = l20_plan.parameters(lab.GPT_70B)
+    assert less == pytest.approx(2 * parameters / 1024, rel=0.01)
 
 
 def test_the_travel_is_what_dp_takes_without_overlap():

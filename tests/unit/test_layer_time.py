@@ -64,6 +64,19 @@ def test_heads_that_are_not_aligned_leave_the_tensor_cores():
     assert crooked.product == aligned.product
 
 
+def test_experts_compute_for_the_tokens_that_they_get():
+    """Two of eight experts for each token are the arithmetic of an MLP twice as wide."""
+    gpu = load_gpu("a100-80gb")
+    mixtral = load_model("mixtral-8x7b")
+    dense = replace(mixtral, experts=0, ffn_size=2 * mixtral.ffn)
+    many = Cut(8)
+    routed, _ = layer_work(mixtral, gpu, many)
+    plain, _ = layer_work(dense, gpu, many)
+    assert routed.product == pytest.approx(plain.product, rel=0.1)
+    assert routed.attention == plain.attention
+    assert routed.elementwise > plain.elementwise
+
+
 def test_what_tp_cuts_and_what_it_leaves_whole():
     model = load_model("llama3-70b")
     gpu = load_gpu("h100-80gb")

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from labcode.config import LoaderConfig, TextData, WeatherData
 from labcode.data import copy_ahead, text, weather
 from labcode.data.copy_ahead import CopyAhead
 from labcode.data.errors import DataError
-from labcode.data.loader import Loader, StepReader, _InProcess, _report
+from labcode.data.loader import Loader, StepReader, _Failure, _Guarded, _InProcess, _report
 from labcode.data.sampler import Batches
 
 
@@ -43,6 +44,9 @@ class Numbers:
             os.kill(os.getpid(), signal.SIGKILL)
         if 7 in indices and "bug" in self.bad:
             raise KeyError("a bug")
+        if 7 in indices:
+            for read in filter(callable, self.bad):
+                read(indices)
         numbers = torch.from_numpy(np.asarray(indices)).float()
         return numbers, -numbers
 
@@ -184,20 +188,98 @@ def test_a_sample_that_cannot_be_read_is_one_line(count):
             loader.take(step)
 
 
-def test_a_worker_that_is_killed_is_one_line_and_a_bug_is_a_bug():
+def bus_error(indices):
+    os.kill(os.getpid(), signal.SIGBUS)  # as the kernel does where a page of /dev/shm is missing
+
+
+def ended(indices):
+    os._exit(7)  # as a library does that calls exit()
+
+
+def raising(error):
+    def read(indices):
+        raise error
+
+    return read
+
+
+# as torch, multiprocessing and readers of data sets say it; the last is a full disk
+NO_SHARED = "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left (28)"
+NO_FILE = "unable to write to file </torch_77_88_0>: No space left on device (28)"
+WORKER_ENDS = {
+    "killed": ("kill", r"loader worker \d+ was ended by SIGKILL, as .* --loader.workers 0$"),
+    "bus error": (bus_error, r"loader worker \d+ found no more shared memory \(SIGBUS\): .*--shm"),
+    "exit": (ended, r"loader worker \d+ ended with exit code 7: .* --loader.workers 0$"),
+    "no shm": (raising(RuntimeError(NO_SHARED)), r"a loader worker found no more .*--shm-size"),
+    "no file": (raising(RuntimeError(NO_FILE)), r"a loader worker found no more .*--shm-size"),
+    "no semaphore": (raising(OSError(28, "No space left on device")), r".* found no .*--shm-size"),
+    "KeyError": ("bug", r".* failed at the batch of step \d: KeyError: 'a bug' \(test_loader.py, "),
+    "IndexError": (raising(IndexError("index 9 is out of bounds")), r".*: IndexError: index 9 is"),
+    "cuda": (
+        raising(RuntimeError("Cannot re-initialize CUDA in forked subprocess.")),
+        r".*: RuntimeError: Cannot re-initialize CUDA .*--loader.workers 0",
+    ),
+    "two lines": (raising(TypeError("first\n second")), r".*: TypeError: first second \(test_load"),
+    "unpicklable": (raising(AttributeError("Can't pickle 'f'")), r".*: AttributeError: Can't pic"),
+    "full disk": (
+        raising(OSError(28, "No space", "/d/x")),
+        r".*OSError: \[Errno 28\] No space: '/d",
+    ),
+}
+
+
+@pytest.mark.parametrize("end", WORKER_ENDS)
+def test_whatever_ends_a_worker_is_one_line(end, monkeypatch):
+    bad, told = WORKER_ENDS[end]
     dataset = Numbers()
-    dataset.bad = ("kill",)
-    with (
-        Loader(dataset, batches(dataset), 1, workers(2)) as loader,
-        pytest.raises(DataError, match=r"^loader worker \d+ was ended by SIGKILL, as"),
-    ):
-        for step in range(6):
-            loader.take(step)
-    dataset.bad = ("bug",)
+    dataset.bad = (bad,)
+    reader = StepReader(dataset, batches(dataset), 1)
+    if isinstance(bad, str) or bad in (bus_error, ended):
+        with (
+            Loader(dataset, batches(dataset), 1, workers(1)) as loader,
+            pytest.raises(DataError, match=told) as caught,
+        ):
+            for step in range(6):
+                loader.take(step)
+        text = str(caught.value)
+    else:  # what a worker does, without its process
+        failures = [_Guarded(reader)[step] for step in range(6)]
+        (failure,) = [found for found in failures if isinstance(found, _Failure)]
+        text = failure.text
+    assert re.match(told, text), text
+    assert "\n" not in text
+
+
+def test_shared_memory_that_does_not_suffice_for_the_workers_is_one_line(monkeypatch):
+    def share_memory(tensor):
+        raise RuntimeError(NO_SHARED)
+
+    dataset = Numbers()
+    # done as the reader is sent to the workers, as WeatherFile does, or for a batch in a worker
+    monkeypatch.setattr(torch.Tensor, "share_memory_", share_memory)
+    found = _Guarded(StepReader(dataset, batches(dataset), 1))[0]
+    assert isinstance(found, _Failure) and "--shm-size" in found.text
+    dataset.sent = Sent()
     with (
         Loader(dataset, batches(dataset), 1, workers(1)) as loader,
-        pytest.raises(KeyError),
+        pytest.raises(
+            DataError, match=r"find no more shared memory: enlarge /dev/shm .*--shm-size"
+        ),
     ):
+        loader.take(0)
+
+
+class Sent:
+    """Moves to shared memory as it is sent to a process."""
+
+    def __getstate__(self):
+        torch.zeros(3).share_memory_()
+
+
+def test_without_workers_a_bug_is_a_bug():
+    dataset = Numbers()
+    dataset.bad = ("bug",)
+    with Loader(dataset, batches(dataset), 1, workers(0)) as loader, pytest.raises(KeyError):
         for step in range(6):
             loader.take(step)
 

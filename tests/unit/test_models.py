@@ -40,7 +40,7 @@ def elsewhere():
     code = """if True:
         import json, sys
         from labcode.config import GPTConfig
-        import labcode.models.gpt, labcode.models.gpt2_weights, labcode.models.vit
+        import labcode.models.gpt, labcode.models.hub, labcode.models.vit
         from labcode.models.layers import initial_value
         modules = [m for m in sys.modules if m.startswith(("transformers", "labcode"))]
         value = initial_value("blocks.0.mlp.up.weight", (3, 5), GPTConfig(), 7)

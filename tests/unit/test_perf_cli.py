@@ -1,6 +1,7 @@
 """The command line of the planner, in this process."""
 
 import itertools
+import json
 
 import pytest
 
@@ -11,6 +12,15 @@ from labcode.perf.plots import unbeaten
 from labcode.perf.transformer import Transformer
 
 GPT3 = ["--model", "gpt3-175b", "--cluster", "selene", "--global-batch", "1536"]
+LLAMA_7B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
 SMALL = ["--model", "gpt_tiny", "--vocab-size", "84", "--cluster", "selene", "--global-batch", "16"]
 
 
@@ -61,9 +71,74 @@ def test_who_is_unbeaten_needs_less_than_all_faster_ones():
     assert front[-1].memory_bytes == least
 
 
+@pytest.fixture
+def llama(tmp_path) -> str:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_7B))
+    return str(file)
+
+
+def test_whether_it_fits_is_answered_in_words_for_each_number_of_gpus(capsys, llama):
+    assert main(["fits", "--model", llama, "--gpus", "4,8", "--gpu", "a100-40gb"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("6.74 billion weights, sequences of 2,048 tokens") == 2
+    assert "on 4 x a100-40gb, 39.4 GiB each: 16 bytes a weight" in printed
+    assert (
+        "It fits with ZeRO-3 (FSDP), without activation checkpointing, micro-batch 1: " in printed
+    )
+    assert "How fast: python -m labcode.perf plan " in printed
+    assert main(["fits", "--model", llama, "--gpus", "1", "--gpu", "24gb", "--state", "fsdp"]) == 0
+    assert "It does not fit: " in capsys.readouterr().out
+
+
+def test_a_file_and_numbers_can_be_planned(capsys, llama):
+    where = ["--cluster", "a100-40gb-roce", "--gpus", "8", "--global-batch", "32", "--top", "1"]
+    assert main(["plan", "--model", llama, *where]) == 0
+    from_file = capsys.readouterr().out
+    assert "layouts fit" in from_file
+    numbers = ["--layers", "32", "--hidden", "4096", "--heads", "32", "--vocab", "32000"]
+    assert main(["plan", *numbers, "--sequence-length", "2048", *where]) == 0
+    assert capsys.readouterr().out == from_file
+    # fewer bytes a weight leave room for more layouts
+    assert main(["plan", "--model", llama, *where, "--state", "bf16"]) == 0
+    assert int(capsys.readouterr().out.split()[0]) > int(from_file.split()[0])
+
+
+def test_what_was_taken_for_granted_is_said_beside_the_table(capsys, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_7B | {"model_type": "ours"}))
+    words = ["estimate", "--model", str(file), "--cluster", "selene", "--global-batch", "8"]
+    assert main(words) == 0
+    assert "model_type 'ours' is not known here and counts as a Llama" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (
+            ["fits", "--model", "gpt2-xl", "--gpus", "8", "--gpu", "24gb", "--dtype", "float32"],
+            "add --state float32",
+        ),
+        (["pln"], "unknown command 'pln': did you mean plan?"),
+        (["fits", "--modle", "x"], "unknown option --modle: did you mean --model?"),
+        (["fits", "--gpus", "8"], "--gpu missing: "),
+        (["fits", "--gpus", "8", "--gpu", "24gb"], "--model missing: give gpt2-124m"),
+        (["fits", "--model", "llama2-7b", "--gpus", "8", "--gpu", "a10"], "unknown GPU 'a10'"),
+        (["fits", "--model", "llama2-7b", "--gpus", "0", "--gpu", "24gb"], "whole numbers above 0"),
+        (
+            ["fits", "--layers", "2", "--gpus", "8", "--gpu", "24gb"],
+            "also needs --hidden, --heads, --vocab-size, --sequence-length",
+        ),
+        (
+            ["fits", "--model", "gpt2-xl", "--heads", "3", "--gpus", "8", "--gpu", "24gb"],
+            "--model gpt2-xl and --heads: a model has its own sizes",
+        ),
+        (
+            ["plan", *SMALL, "--gpus", "4", "--plot", "/nowhere/x.png"],
+            "there is no folder /nowhere",
+        ),
+        (["estimate", *SMALL, "--micro-batch", "0"], "--micro-batch: '0' is not a whole number"),
+        (["calibrate", "--rnaks", "2"], "unknown option --rnaks: did you mean --ranks?"),
         (
             ["plan", *SMALL[:-4], "--cluster", "selen", "--global-batch", "16", "--gpus", "4"],
             "selene",

@@ -36,7 +36,11 @@ OTHER_BYTES = {
     "09": {400: "eight adapters of 50 GB/s"},
     "10": {1555: "memory of an A100", 2039: "memory of an A100"},
     "14": {48: "46 to 48 GB/s of 50, NVIDIA's developers in nccl-tests"},
-    "16": {53: "nvbandwidth", 35: "nvbandwidth", 25: "nvbandwidth"},
+    "16": {
+        31.5: "PCIe 4.0 with 16 lanes, each way, after its encoding",
+        63: "PCIe 5.0 with 16 lanes, each way, after its encoding",
+        25: "nvbandwidth issue 53: an A100 and its host, either way alone",
+    },
 }
 
 

@@ -1,20 +1,13 @@
 """Patterns of public batch scripts, each rewritten as the smallest script that has it.
 
-FIRES: what the rules must see. SILENT: what looks like a fault and is none; each was once reported.
-PUBLIC is the trial from which they come: links, findings and judgements, measured once.
+FIRES: what the rules must see. SILENT: what looks like a fault and is none.
 """
 
-from collections import Counter
-from pathlib import Path
-
 import pytest
-import yaml
 
 from labcode.slurm.lint.linter import lint
 from labcode.slurm.lint.rules import RULES
 
-PUBLIC = Path(__file__).with_name("lint_public_scripts.yaml")
-JUDGEMENTS = ("right", "arguable", "wrong", "missed")
 ONE = "#!/bin/bash\n#SBATCH --time=10 --gpus-per-node=2\n"
 TWO = "#!/bin/bash\n#SBATCH --time=10 --nodes=2 --ntasks-per-node={tasks}\n"
 AGENTS = TWO.format(tasks=1)
@@ -98,15 +91,6 @@ FIRES = {
         AGENTS + f"srun -K {RUN.replace('$HEAD', '$SLURM_NODELIST')}\n",
         ["S61"],
     ),
-    "the default port of the rendezvous": (
-        AGENTS
-        + "srun -K torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint $(hostname) t.py\n",
-        ["S26"],
-    ),
-    "the default port of torchrun": (ONE + "torchrun --nproc-per-node=2 train.py\n", ["S26"]),
-    "home on a cluster's own place": (ONE + "cd /admin/home-alice/code\n", ["S30"]),
-    "home, private": (ONE + "source /private/home/alice/env\n", ["S30"]),
-    "home on a shared disk": (ONE + "source /fsx/alice/miniconda/bin/activate\n", ["S30"]),
     "cpus, with bash -c": (
         RANKS.replace("--nodes", "--cpus-per-task=4 --nodes") + "srun -K bash -c 'python t.py'\n",
         ["S35"],
@@ -123,12 +107,8 @@ FIRES = {
     ),
     "bad exit, behind another command": (RANKS + "clear; srun python t.py 2>&1\n", ["S21"]),
     "cpus, with a program of its own": (
-        ONE + "#SBATCH -c 8\nsrun acorn train $@\n",
+        ONE + "#SBATCH -c 8 --ntasks-per-node=1\nsrun acorn train $@\n",
         ["S35"],
-    ),
-    "the default port, whatever MASTER_PORT says": (
-        ONE + "export MASTER_PORT=$RANDOM\ntorchrun --nproc-per-node=2 train.py\n",
-        ["S26"],
     ),
     "state of tee": (RANKS + "srun -K python t.py 2>&1 | tee log\n", ["S20"]),
     "state of a later command": (RANKS + "srun -K python t.py\nmv a b\n", ["S20"]),
@@ -136,13 +116,174 @@ FIRES = {
     "letters of a directive": ("#!/bin/bash\n#SBATCh --nodes=1\n#SBATCH --time=1\n", ["S01"]),
     "option of srun": ("#!/bin/bash\n#SBATCH --time=10 --cpu-bind=none\n", ["S04"]),
     "agents for each rank": (RANKS + f"srun -K {RUN}\n", ["S24"]),
-    "secret on a command line": (
-        ONE + "wandb login 0123456789abcdef0123456789abcdef01234567\n",
-        ["S34"],
+}
+
+FIRES |= {
+    "one GPU for each task, by the GPUs": (
+        "#!/bin/bash\n#SBATCH --time=10 --gpus=8 --ntasks-per-gpu=1 -N1\nsrun -K python t.py\n",
+        ["S63"],
     ),
+    "one GPU for each task, by binding": (
+        RANKS + "#SBATCH --gres=gpu:2\nsrun -K --gpu-bind=single:1 python t.py\n",
+        ["S63"],
+    ),
+    "one GPU for each task, in the step": (
+        RANKS + "#SBATCH --gpus-per-node=2\nsrun -K --gpus-per-task=1 python t.py\n",
+        ["S63"],
+    ),
+    "an agent of four ranks that sees one GPU": (
+        "#!/bin/bash\n#SBATCH --time=10 --ntasks=1 --gpus-per-task=1\n"
+        "srun torchrun --standalone --nproc-per-node=4 train.py\n",
+        ["S40"],
+    ),
+    "one task that nobody asked for, on four GPUs": (
+        "#!/bin/bash\n#SBATCH --time=10 --nodes=4 --gpus-per-node=h100:4\nsrun -K python t.py\n",
+        ["S41"],
+    ),
+    "GPUs of the job, fewer than nodes": (
+        "#!/bin/bash\n#SBATCH --time=10 --nodes=4 --gpus=2\n",
+        ["S62"],
+    ),
+    "GPUs for each task, and no number of tasks": (
+        "#!/bin/bash\n#SBATCH --time=10 --nodes=2 --gpus-per-task=4\n",
+        ["S62"],
+    ),
+    "cores for each task and for each GPU": (
+        ONE + "#SBATCH --cpus-per-gpu=8 -c 4\n",
+        ["S62"],
+    ),
+    "more tasks than the nodes have": (RANKS + "#SBATCH --ntasks=8\n", ["S62"]),
+    "the signal of a launcher without srun": (
+        ONE + "#SBATCH --signal=SIGTERM@120\ntorchrun --standalone --nproc-per-node=2 t.py\n",
+        ["S64"],
+    ),
+    "the signal, in a container without srun": (
+        ONE + "#SBATCH --signal=USR2@90\napptainer exec image.sif python train.py\n",
+        ["S64"],
+    ),
+    "one task cancels the array": (
+        "#!/bin/bash\n#SBATCH --time=10 --array=1-8%2\nscancel $SLURM_JOB_ID\n",
+        ["S65"],
+    ),
+    "one task requeues by the number of its job": (
+        "#!/bin/bash\n#SBATCH --time=10 --array=1-8 --requeue --open-mode=append\n"
+        'scontrol requeue "${SLURM_JOBID}"\n',
+        ["S65"],
+    ),
+    "the first component alone": (
+        "#!/bin/bash\n#SBATCH --time=10 -N1\n#SBATCH hetjob\n#SBATCH -N2\nsrun -K python t.py\n",
+        ["S66"],
+    ),
+    "tasks that nobody asked for": (
+        "#!/bin/bash\n#SBATCH --time=10 --nodes=2\nexport WORLD_SIZE=$SLURM_NTASKS\n",
+        ["S67"],
+    ),
+    "the node list of a step": (
+        RANKS + 'HEAD=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)\n',
+        ["S67"],
+    ),
+    "the task of no array": (
+        "#!/bin/bash\n#SBATCH --time=10 --nodes=1\npython t.py --seed ${SLURM_ARRAY_TASK_ID}\n",
+        ["S67"],
+    ),
+    "a step with more GPUs": (
+        RANKS + "#SBATCH --gpus-per-node=2\nsrun -K --gpus-per-node=4 python t.py\n",
+        ["S41", "S68"],
+    ),
+    "a step with more nodes": (RANKS + "srun -K -N 4 -n 4 python t.py\n", ["S68"]),
+    "steps in the background": (
+        "#!/bin/bash\n#SBATCH --time=10\nsrun -n1 python a.py &\nsrun -n1 python b.py &\nwait\n",
+        ["S69"],
+    ),
+    "a server in the background": (
+        "#!/bin/bash\n#SBATCH --time=10\nsrun -n1 vllm serve m &\nsrun -n1 python client.py\n",
+        ["S69"],
+    ),
+    "a monitor on all nodes": (
+        RANKS + "srun --ntasks=2 dcgmi dmon &\nsrun -K python t.py\n",
+        ["S69"],
+    ),
+    "one task for each node, which has two": (
+        RANKS + "srun --ntasks-per-node=1 cp -r data /tmp\n",
+        ["S70"],
+    ),
+    "a shell that waits for the program": (
+        RANKS
+        + "#SBATCH --signal=USR1@90\nsrun -K bash -c 'source env.sh; python t.py; rm -r /tmp/x'\n",
+        ["S71"],
+    ),
+    "torchrun gets the signal of the steps": (
+        AGENTS + f"#SBATCH --signal=USR1@90\nsrun -K {RUN}\n",
+        ["S28", "S51"],
+    ),
+    "a trap while python runs": (
+        ONE + "#SBATCH --signal=B:TERM@90\ntrap 'touch stop' TERM\npython train.py\n",
+        ["S27"],
+    ),
+    "the rank as a word, filled in too early": (
+        RANKS + "srun -K python t.py --rank $SLURM_PROCID --world-size $SLURM_NTASKS\n",
+        ["S55"],
+    ),
+    "the GPU of the first task, for all": (
+        RANKS + "export CUDA_VISIBLE_DEVICES=$SLURM_LOCALID\nsrun -K python t.py\n",
+        ["S55"],
+    ),
+    "the nodes of the first component": (
+        "#!/bin/bash\n#SBATCH --time=10 -N1\n#SBATCH hetjob\n#SBATCH -N2\n"
+        f"srun -K --het-group=0,1 {RUN}\n",
+        ["S66"],
+    ),
+    "one log for all tasks of an array": (
+        "#!/bin/bash\n#SBATCH --time=10 --array=0-9 --output=out.log\npython t.py\n",
+        ["S11"],
+    ),
+    "a signal that nobody can catch": (
+        ONE + "#SBATCH --signal=B:KILL@60\ntrap 'touch x' KILL\npython t.py &\nwait\n",
+        ["S15"],
+    ),
+    "one GPU that is not counted": (
+        RANKS + "#SBATCH --gres=gpu\nsrun -K python t.py\n",
+        ["S40"],
+    ),
+    "lo on two nodes": (AGENTS + "export NCCL_SOCKET_IFNAME=lo\n", ["S46"]),
+    "a fast path that is switched off": (AGENTS + "export NCCL_IB_DISABLE=1\n", ["S46"]),
 }
 
 SILENT = {
+    "all GPUs are seen in spite of --gpus-per-task": "#SBATCH --ntasks=4 --gpus-per-task=1\n"
+    "srun -K --gpu-bind=none python t.py\n",
+    "one task on each node has its own GPUs": "#SBATCH --nodes=2 --ntasks-per-node=1\n"
+    f"#SBATCH --gpus-per-task=2\nsrun -K {RUN}\n",
+    "the course's training takes the GPU that is there": "#SBATCH --ntasks=4 --gpus-per-task=1\n"
+    "srun -K python -m labcode.train gpt_tiny\n",
+    "the signal goes to the ranks": "#SBATCH --nodes=2 --ntasks-per-node=2\n"
+    "#SBATCH --signal=USR1@90\nsrun -K python t.py\n",
+    "srun hands the signal on": "#SBATCH --nodes=2 --ntasks-per-node=2\n"
+    "#SBATCH --signal=B:USR1@90\ntrap 'kill -USR1 $step' USR1\nsrun -K python t.py &\nstep=$!\n"
+    "wait $step || wait $step\n",
+    "the program takes the script's place": "#SBATCH --signal=B:USR1@90\nexec python train.py\n",
+    "what mpirun does is not known": "#SBATCH --signal=USR1@90\nmpirun python train.py\n",
+    "a shell that the program replaces": "#SBATCH --ntasks=2 --signal=USR1@90\n"
+    "srun -K bash -c 'source env.sh; exec python t.py'\n",
+    "one task of the array": "#SBATCH --array=0-3 --requeue --open-mode=append\n"
+    'scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"\n',
+    "a job without an array": "#SBATCH --requeue --open-mode=append\n"
+    'scontrol requeue "$SLURM_JOB_ID"\n',
+    "both components": "#SBATCH --nodes=1\n#SBATCH hetjob\n#SBATCH --nodes=2\n"
+    "srun -K --het-group=0 python a.py : --het-group=1 python b.py\n",
+    "a variable with a default": "#SBATCH --nodes=2\n"
+    "export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-4}\n",
+    "a variable that is asked for": '#SBATCH --nodes=2\nif [ -n "$SLURM_ARRAY_TASK_ID" ]; then\n'
+    "echo $SLURM_ARRAY_TASK_ID\nfi\n",
+    "a variable of the tasks, filled in there": "#SBATCH --nodes=2 --ntasks-per-node=2\n"
+    "srun -K bash -c 'echo $SLURM_STEP_NODELIST; exec python t.py'\n",
+    "a monitor that shares": "#SBATCH --nodes=2 --ntasks-per-node=2\n"
+    "srun --overlap --ntasks-per-node=2 nvidia-smi -l 5 &\nsrun -K --overlap python t.py\n",
+    "each step on its node": "#SBATCH --nodes=2\nsrun -N1 -n1 python a.py &\n"
+    "srun -N1 -n1 python b.py &\nwait\n",
+    "one step after the other": "srun -n1 python a.py &\nwait\nsrun -n1 python b.py\n",
+    "two branches": "if [ $1 ]; then\nsrun -n1 python a.py &\nelse\nsrun -n1 python b.py &\nfi\n"
+    "wait\n",
     "port from the job's number": 'export MASTER_PORT="1${SLURM_JOB_ID:0-4}"\n',
     "port by expr": "export MASTER_PORT=$(expr 10000 + $(echo -n $SLURM_JOBID | tail -c 4))\n",
     "port by chance": "export MASTER_PORT=$RANDOM\ntorchrun --master_port $MASTER_PORT t.py\n",
@@ -171,8 +312,6 @@ SILENT = {
     "its state is asked for": "srun -K python t.py\nstatus=$?\necho end\nexit $status\n",
     "user of the job": "mkdir -p /scratch/$USER\n",
     "nobody's home": "cd /home/ubuntu/code\nsource /fsx/apps/env\nls /fsx/data/llama\n",
-    "steps in the background": "srun -n1 python a.py &\nsrun -n1 python b.py &\nwait\n",
-    "a server in the background": "srun -n1 vllm serve m &\nsrun -n1 python client.py\n",
     "a monitor in the background": "nvidia-smi -l 5 &\npython train.py\n",
     "all GPUs of the node": "#SBATCH --gpus-per-node=4\nexport CUDA_VISIBLE_DEVICES=3,2,1,0\n",
     "GPUs divided": "#SBATCH --gres=gpu:2\nCUDA_VISIBLE_DEVICES=0 python a.py &\n"
@@ -228,27 +367,31 @@ def test_nothing_is_said_about_what_only_looks_like_a_fault(name):
 
 def test_each_new_rule_has_a_pattern():
     seen = {rule for _, rules in FIRES.values() for rule in rules}
-    assert {f"S{number}" for number in range(53, 61)} <= seen
+    young = {rule.number for rule in RULES if int(rule.number[1:]) >= 53}
+    assert young <= seen
 
 
-def test_the_table_of_the_trial_adds_up():
-    trial = yaml.safe_load(PUBLIC.read_text())
-    numbers = {rule.number for rule in RULES}
-    links = set()
-    for name, told in trial["sets"].items():
-        total: Counter[str] = Counter()
-        for script in trial["scripts"]:
-            if script["set"] != name:
-                continue
-            links.add(script["link"])
-            owner, repository, blob, commit, *_ = script["link"].split("/")[3:]
-            assert owner and repository and blob == "blob" and len(commit) == 40
-            judged = script["judged"]
-            found = Counter({rule: len(lines) for rule, lines in script["findings"].items()})
-            assert set(found) <= numbers
-            counted = judged["right"] + judged["arguable"] + judged["wrong"]
-            assert sum(found.values()) == counted, script["link"]
-            total.update({judgement: judged[judgement] for judgement in JUDGEMENTS})
-            total["scripts"] += 1
-        assert total == Counter(told["after"] | {"scripts": told["scripts"]})
-    assert len(links) == len(trial["scripts"]) >= 30
+def test_a_shell_in_a_file_is_read_where_the_file_is_there(tmp_path):
+    text = RANKS + "#SBATCH --signal=USR1@90\nsrun -K bash run.sh\n"
+    script = tmp_path / "run.sh"
+    for lines, rules in (
+        ("source env.sh\npython t.py\n", ["S71"]),
+        ("source env.sh\nexec python t.py\n", []),
+        ("trap 'kill -USR1 $!' USR1\npython t.py &\nwait\n", []),
+    ):
+        script.write_text(lines)
+        assert [problem.rule for problem in lint(text, folder=tmp_path)] == rules
+    assert lint(text) == []
+
+
+def test_a_program_that_takes_device_0_may_have_a_gpu_of_its_own(tmp_path):
+    text = "#!/bin/bash\n#SBATCH --time=10 --ntasks=4 --gpus-per-task=1\nsrun -K python fit.py\n"
+    program = tmp_path / "fit.py"
+    chooses = "local = int(os.environ['SLURM_LOCALID'])\n"
+    for line, rules in (
+        ("torch.cuda.set_device(local)\n", ["S63"]),
+        ('device = torch.device(f"cuda:{local}")\n', ["S63"]),
+        ('device = torch.device("cuda", 0)\n', []),
+    ):
+        program.write_text(chooses + line)
+        assert [problem.rule for problem in lint(text, folder=tmp_path)] == rules

@@ -18,6 +18,7 @@ VIT = ViTConfig(num_variables=3, num_forcings=1, lat=20, lon=40, num_layers=2, h
 MODELS = {
     "gpt": GPT,
     "rotary, not tied": replace(GPT, positions="rotary", tie_embeddings=False),
+    "llama": replace(GPT, positions="rotary", norm="rms", mlp="swiglu", bias=False),
     "fewer kv heads": replace(GPT, num_kv_heads=2, ffn_size=96),
     "vit": VIT,
 }

@@ -1,5 +1,7 @@
 """Shapes of transformers: parameters and FLOPs against the configs and against the papers."""
 
+from dataclasses import replace
+
 import pytest
 
 from labcode.config import GPTConfig, ViTConfig
@@ -12,6 +14,18 @@ GPTS = [
         vocab_size=97, num_heads=4, hidden_size=48, num_kv_heads=2, ffn_size=100, positions="rotary"
     ),
     GPTConfig(vocab_size=50, context_length=16, num_heads=2, hidden_size=32, tie_embeddings=False),
+    GPTConfig(
+        vocab_size=50,
+        context_length=16,
+        num_heads=4,
+        hidden_size=32,
+        num_kv_heads=2,
+        ffn_size=48,
+        positions="rotary",
+        norm="rms",
+        mlp="swiglu",
+        bias=False,
+    ),
 ]
 VIT = ViTConfig(num_variables=3, num_forcings=2, lat=20, lon=40, hidden_size=32, num_layers=2)
 
@@ -49,6 +63,33 @@ def test_flops_are_those_of_the_megatron_paper(name):
     found = transformer_flops_per_sample(model, activation_checkpointing="full")
     assert found == pytest.approx(full, rel=1e-12)
     assert transformer_flops_per_sample(model) == pytest.approx(none, rel=1e-12)
+
+
+def test_experts_are_weights_for_all_and_products_for_some():
+    """Mixtral 8x7B: 46.7 billion weights, 12.9 of them for a token (arXiv:2401.04088, table 1)."""
+    mixtral = load_model("mixtral-8x7b")
+    assert mixtral.num_parameters / 1e9 == pytest.approx(46.7, rel=2e-3)
+    active = mixtral.num_parameters - mixtral.num_layers * mixtral.idle_expert_weights
+    assert active / 1e9 == pytest.approx(12.9, rel=2e-3)
+    # one expert that all tokens go through is an MLP with a router
+    dense = load_model("mistral-7b")
+    router = dense.num_layers * dense.hidden_size
+    one = replace(dense, experts=1)
+    assert one.num_parameters == dense.num_parameters + router
+    more_flops = 3 * 2 * dense.sequence_length * router
+    assert transformer_flops_per_sample(one) == transformer_flops_per_sample(dense) + more_flops
+    with pytest.raises(ValueError, match="active_experts=9 of experts=8"):
+        replace(mixtral, active_experts=9)
+
+
+def test_heads_may_be_wider_than_their_share_of_the_features():
+    """Gemma 7B: 16 heads of 256 features on 3072."""
+    wide = replace(load_model("llama3-8b"), head_features=256)
+    assert wide.heads_size == 2 * wide.hidden_size
+    assert wide.qkv == (32 + 2 * 8) * 256
+    with pytest.raises(ValueError, match="not a multiple of num_heads=7"):
+        replace(load_model("llama3-8b"), num_heads=7, kv_heads=7)
+    assert replace(wide, num_heads=7, kv_heads=7).heads_size == 7 * 256
 
 
 def test_a_causal_mask_halves_attention_alone():

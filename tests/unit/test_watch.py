@@ -180,4 +180,5 @@ def test_the_program_shows_a_run_without_waiting_for_torch(tmp_path):
 def test_the_program_says_in_one_line_what_is_wrong(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(watch, "BEGINS_WITHIN_S", 0.1)
     assert watch.main([str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    waits, says = capsys.readouterr().err.splitlines()
+    assert "does not exist yet: waiting" in waits and says.startswith("error: ")

@@ -5,22 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from labcode.slurm.lint.options import SRUN
 from labcode.slurm.lint.shell import LATER, Shell, Simple
 
-# the options of srun 22.05 to 25.05 that stand alone (slurm.schedmd.com/srun.html); all others
-# take a value
-_SRUN_ALONE = """
-contiguous container-mount-home container-remap-root container-writable debugger-test
-disable-status exact exclusive external get-user-env help hold immediate interactive
-kill-on-bad-exit label multi-prog no-allocate no-container-mount-home no-container-remap-root
-no-kill no-shell overcommit overlap oversubscribe preserve-env pty quiet quit-on-interrupt reboot
-resv-ports send-libs share spread-job stepmgr test-only unbuffered usage use-min-nodes verbose
-version whole
-"""
-_ALONE = frozenset(_SRUN_ALONE.split())
-_LETTERS_ALONE = "EHIKOQRXZVhkjlsuv"
-_NAMES = {"n": "ntasks", "N": "nodes", "c": "cpus-per-task", "K": "kill-on-bad-exit"}
-_NAMES |= {"w": "nodelist", "W": "wait", "r": "relative", "x": "exclude"}
 _OPTIONS_BY_NAME = re.compile(r"(?i)args|arg$|opts|options|flags|srun|resume|params|extra")
 
 # commands that start the rest of their words
@@ -86,9 +73,7 @@ class Launch:
     @cached_property
     def trains(self) -> bool:
         """Whether it starts ranks, and does not copy files or ask for the host's name."""
-        if self.is_agent:
-            return True
-        return self.has(_RANKS) and not re.search(_AROUND, self.program)
+        return any(starts_ranks(part) for part in self.program.split("; "))
 
     def said(self, name: str) -> str | None:
         """The value of an option of torchrun or its relatives, `--nnodes=2`; None without it.
@@ -108,6 +93,13 @@ class Launch:
             return True
         # the words of the script's own command line, in front of the program
         return re.search(rf"(?<!\S)[${LATER}][@*](?!\S).*\.py", self.program) is not None
+
+
+def starts_ranks(program: str) -> bool:
+    """Whether one simple command starts ranks."""
+    if re.search("|".join((TORCHRUN, ACCELERATE, DEEPSPEED)), program):
+        return True
+    return bool(re.search(_RANKS, program)) and not re.search(_AROUND, program)
 
 
 def launches(commands: Sequence[tuple[int, str, str]]) -> list[Launch]:
@@ -167,45 +159,20 @@ def _srun(words: list[str]) -> tuple[dict[str, str], bool, list[str]]:
     options: dict[str, str] = {}
     unknown = False
     while words:
-        word, *rest = words
-        if word.startswith("--") and len(word) > 2:
-            name, equals, value = word[2:].partition("=")
-            name = name.replace("_", "-")
-            if not equals and name not in _ALONE and rest:
-                value, *rest = rest
-            options[name] = value
-        elif word.startswith("-") and len(word) > 1:
-            rest = _short(word[1:], rest, options)
-        elif re.match(r"\$\{?\w*", word) and _are_options(word, rest):
+        if words[0].startswith("-") and len(words[0]) > 1:
+            found, words = SRUN.take(words)
+            options |= dict(found)
+        elif re.match(r"\$\{?\w*", words[0]) and _are_options(words[0], words[1:]):
             unknown = True
+            words = words[1:]
         else:
             break
-        words = rest
     return options, unknown, words
 
 
 def _are_options(word: str, rest: Sequence[str]) -> bool:
     """Whether a variable of unknown value behind srun holds options, and not the program."""
     return bool(_OPTIONS_BY_NAME.search(word)) or bool(rest and rest[0].startswith("-"))
-
-
-def _short(letters: str, rest: list[str], options: dict[str, str]) -> list[str]:
-    """Reads `-n2`, `-n 2` or `-lu`; returns the words behind it."""
-    for at, letter in enumerate(letters):
-        name = _NAMES.get(letter, letter)
-        value = letters[at + 1 :]
-        if letter == "K" and value.isdigit():
-            options[name] = value
-            return rest
-        if letter in _LETTERS_ALONE:
-            options[name] = ""
-            continue
-        if value:
-            options[name] = value.removeprefix("=")
-            return rest
-        options[name] = rest[0] if rest else ""
-        return rest[1:]
-    return rest
 
 
 def _started(words: Sequence[str], shell: Shell) -> str:

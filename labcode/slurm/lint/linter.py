@@ -4,9 +4,13 @@ for problem in lint(Path("train.sbatch").read_text(), site=load("perlmutter")):
     print(problem)
 """
 
+import json
+import shutil
+import subprocess
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from labcode.slurm.lint.parse import Script
+from labcode.slurm.lint.model import BatchJob
 from labcode.slurm.lint.rule import Facts
 from labcode.slurm.lint.rules import RULES
 from labcode.slurm.script.job import Job
@@ -37,20 +41,23 @@ class Problem:
         return f"line {self.line}: {self.severity} {self.rule}: {self.message}\n    why: {self.why}"
 
 
-def lint(text: str, site: Site | None = None, job: Job | None = None) -> list[Problem]:
+def lint(
+    text: str, site: Site | None = None, job: Job | None = None, folder: Path | None = None
+) -> list[Problem]:
     """All faults of a batch script, in the order of its lines.
 
     Args:
         text: The script.
         site: For its limits, partitions and network; None: only what holds everywhere.
         job: That the script was made for; None: unknown.
+        folder: Where the programs lie that it starts; None: unknown.
     """
-    script = Script(text)
-    facts = facts_of(site, job)
+    batch_job = BatchJob(text)
+    facts = replace(facts_of(site, job), folder=folder)
     problems = []
     for rule in RULES:
         severity = "warning" if rule.warning else "error"
-        for line, found in rule.find(script, facts):
+        for line, found in rule.find(batch_job, facts):
             message = f"{rule.message} ({found})"
             problems.append(Problem(rule.number, line, message, rule.why, severity))
     return sorted(problems, key=lambda problem: (problem.line, problem.rule))
@@ -68,7 +75,6 @@ def facts_of(site: Site | None, job: Job | None) -> Facts:
         max_minutes=site.max_minutes,
         max_nodes=site.max_nodes,
         gpus_per_node=site.gpus.per_node or None,
-        partitions=tuple(site.partition.split(",")) if site.partition else (),
         interfaces=_interfaces(site),
         environment=(*facts.environment, *site.env),
     )
@@ -82,3 +88,23 @@ def _interfaces(site: Site) -> tuple[str, ...]:
         if value and "$" not in value:
             names += value.lstrip("=").split(",")
     return tuple(dict.fromkeys(names))
+
+
+def shellcheck(path: str) -> list[Problem]:
+    """What ShellCheck calls an error in a script, where it is installed: bash could not read it.
+
+    Source: shellcheck.net; its numbers are explained at shellcheck.net/wiki/SC1009.
+    """
+    program = shutil.which("shellcheck")
+    if program is None:
+        return []
+    # SC1071 and SC2148 are of the first line, which S03 is about
+    leave_out = "--exclude=SC1071,SC2148"
+    command = (program, "--severity=error", "--format=json", leave_out, "--", path)
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    problems = []
+    for found in json.loads(said or "[]"):
+        number = f"SC{found['code']}"
+        why = f"the shell reads it otherwise than it looks: www.shellcheck.net/wiki/{number}"
+        problems.append(Problem(number, found["line"], found["message"], why))
+    return problems

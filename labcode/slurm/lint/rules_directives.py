@@ -1,13 +1,45 @@
-"""Rules about the head of a batch script: shebang, `#SBATCH` lines, logs and time."""
+"""Rules about directives: what sbatch reads, what it refuses, which variables it sets."""
 
 import re
 
-from labcode.slurm.lint.parse import OPTIONS, SRUN_ONLY, Script, directive_options
+from labcode.slurm.lint.model import BatchJob
+from labcode.slurm.lint.options import OPTIONS, SRUN_ONLY
+from labcode.slurm.lint.parse import directive_options
 from labcode.slurm.lint.rule import Facts, Found, collector
 from labcode.suggest import closest
 
 RULES, rule = collector()
 _AS_WRITTEN = {"comment", "export", "job-name", "wrap"}  # here a `$` does no harm
+# options of which sbatch takes one and refuses two: its own messages
+_EXCLUDE = (
+    ("mem", "mem-per-cpu"),
+    ("mem", "mem-per-gpu"),
+    ("mem-per-cpu", "mem-per-gpu"),
+    ("cpus-per-task", "cpus-per-gpu"),
+    ("gpus-per-task", "ntasks-per-gpu"),
+    ("ntasks-per-node", "ntasks-per-gpu"),
+)
+# what sbatch sets in the script only where it was asked for it (OUTPUT ENVIRONMENT VARIABLES in
+# slurm.schedmd.com/sbatch.html), and by which options
+_TASKS = ("ntasks", "ntasks-per-node", "ntasks-per-gpu")
+_SET_BY = {
+    "NTASKS": _TASKS,
+    "NPROCS": _TASKS,
+    "NTASKS_PER_NODE": ("ntasks-per-node",),
+    "CPUS_PER_TASK": ("cpus-per-task",),
+    "CPUS_PER_GPU": ("cpus-per-gpu",),
+    "GPUS": ("gpus",),
+    "GPUS_PER_NODE": ("gpus-per-node",),
+    "GPUS_PER_TASK": ("gpus-per-task",),
+    "MEM_PER_CPU": ("mem-per-cpu",),
+    "MEM_PER_GPU": ("mem-per-gpu",),
+    "ARRAY_JOB_ID": ("array",),
+    "ARRAY_TASK_ID": ("array",),
+    "ARRAY_TASK_COUNT": ("array",),
+    "ARRAY_TASK_MAX": ("array",),
+    "ARRAY_TASK_MIN": ("array",),
+}
+_ONLY_IN_A_STEP = re.compile(r"STEP_\w+|STEPID|LAUNCH_NODE_IPADDR|SRUN_COMM_\w+")
 
 
 @rule(
@@ -15,20 +47,18 @@ _AS_WRITTEN = {"comment", "export", "job-name", "wrap"}  # here a `$` does no ha
     "this line is a comment, not a directive: write #SBATCH, without a space and in capitals",
     "sbatch reads only lines that begin with exactly #SBATCH; the job runs with the default in "
     "place of what is asked",
-    "#!/bin/bash\n# SBATCH --nodes=2\n",
-    "#!/bin/bash\n#SBATCH --nodes=2\n",
     warning=True,
 )
-def _inert(script: Script, facts: Facts) -> Found:
-    first = script.commands[0].line if script.commands else len(script.lines)
-    for number, line in enumerate(script.lines[:first], 1):
+def _inert(job: BatchJob, facts: Facts) -> Found:
+    first = job.commands[0].line if job.commands else len(job.lines)
+    for number, line in enumerate(job.lines[:first], 1):
         # ## is how people switch a directive off; `# sbatch -N 2 train.sh` tells how to submit
         inert = re.match(r"\s*#(?:\s*(?i:SBATCH)|sbatch)\s+(-.*)", line)
         if inert is None or line.startswith("#SBATCH") or re.match(r"\s*#\s+sbatch", line):
             continue
         names = [name for name, _ in directive_options(inert[1])]
         # an alternative to a directive that holds
-        if not any(script.option(name) for name in names):
+        if not any(job.option(name) for name in names):
             yield number, line.strip()
 
 
@@ -37,35 +67,29 @@ def _inert(script: Script, facts: Facts) -> Found:
     "directive after the first command: move it to the top",
     "sbatch stops reading at the first line that is neither empty nor a comment; later directives "
     "do nothing",
-    "#!/bin/bash\nset -e\n#SBATCH --time=10\n",
-    "#!/bin/bash\n#SBATCH --time=10\nset -e\n",
 )
-def _late(script: Script, facts: Facts) -> Found:
-    for number in script.late:
-        yield number, script.lines[number - 1].strip()
+def _late(job: BatchJob, facts: Facts) -> Found:
+    for number in job.late:
+        yield number, job.lines[number - 1].strip()
 
 
 @rule(
     "S03",
     "the first line names no interpreter: begin with #!/bin/bash",
     "sbatch refuses a script without #!",
-    "#SBATCH --nodes=2\nhostname\n",
-    "#!/bin/bash\n#SBATCH --nodes=2\nhostname\n",
 )
-def _shebang(script: Script, facts: Facts) -> Found:
-    if not script.lines[0].startswith("#!"):
-        yield 1, script.lines[0].strip()
+def _shebang(job: BatchJob, facts: Facts) -> Found:
+    if not job.lines[0].startswith("#!"):
+        yield 1, job.lines[0].strip()
 
 
 @rule(
     "S04",
     "sbatch has no such option",
     "a misspelt directive makes sbatch refuse the script, or an old version pass over it",
-    "#!/bin/bash\n#SBATCH --gpu-per-node=4\n",
-    "#!/bin/bash\n#SBATCH --gpus-per-node=4\n",
 )
-def _unknown_option(script: Script, facts: Facts) -> Found:
-    for directive in script.directives:
+def _unknown_option(job: BatchJob, facts: Facts) -> Found:
+    for directive in job.directives:
         if directive.name in OPTIONS:
             continue
         match = closest(directive.name, OPTIONS)
@@ -79,18 +103,17 @@ def _unknown_option(script: Script, facts: Facts) -> Found:
     "S05",
     "two directives for one option: keep one",
     "the last one counts, without a word, so the one above it misleads whoever reads the script",
-    "#!/bin/bash\n#SBATCH --time=10\n#SBATCH -t 20\n",
-    "#!/bin/bash\n#SBATCH --time=20\n",
     warning=True,
 )
-def _twice(script: Script, facts: Facts) -> Found:
-    for directive in script.directives:
-        last = script.option(directive.name)
-        if directive.name == "mail-type":  # these add up
-            continue
-        if last and last is not directive and last.value != directive.value:
-            said = f"--{directive.name}={directive.value}"
-            yield directive.line, f"{said}, and in line {last.line} {last.value}"
+def _twice(job: BatchJob, facts: Facts) -> Found:
+    for part in job.components:
+        for directive in part.directives:
+            last = part.option(directive.name)
+            if directive.name == "mail-type":  # these add up
+                continue
+            if last and last is not directive and last.value != directive.value:
+                said = f"--{directive.name}={directive.value}"
+                yield directive.line, f"{said}, and in line {last.line} {last.value}"
 
 
 @rule(
@@ -99,11 +122,9 @@ def _twice(script: Script, facts: Facts) -> Found:
     "sbatch",
     "no shell reads #SBATCH lines: a folder named '$HOME' would be needed, and the job ends "
     "without a log",
-    "#!/bin/bash\n#SBATCH --output=$HOME/logs/%x-%j.out\n",
-    "#!/bin/bash\n#SBATCH --output=logs/%x-%j.out\n",
 )
-def _variable(script: Script, facts: Facts) -> Found:
-    for directive in script.directives:
+def _variable(job: BatchJob, facts: Facts) -> Found:
+    for directive in job.directives:
         if directive.name not in _AS_WRITTEN and re.search(r"\$[A-Za-z({]|^~/", directive.value):
             yield directive.line, f"--{directive.name}={directive.value}"
 
@@ -112,11 +133,9 @@ def _variable(script: Script, facts: Facts) -> Found:
     "S07",
     "lines end as on Windows: convert the file with dos2unix",
     "sbatch refuses a script with DOS line breaks",
-    "#!/bin/bash\r\n#SBATCH --nodes=2\r\n",
-    "#!/bin/bash\n#SBATCH --nodes=2\n",
 )
-def _line_ends(script: Script, facts: Facts) -> Found:
-    for number, line in enumerate(script.lines, 1):
+def _line_ends(job: BatchJob, facts: Facts) -> Found:
+    for number, line in enumerate(job.lines, 1):
         if line.endswith("\r"):
             yield number, "carriage return"
             return
@@ -127,13 +146,11 @@ def _line_ends(script: Script, facts: Facts) -> Found:
     "no time limit: say --time",
     "without one the partition's default holds, often its maximum (a long queue) or a few minutes "
     "(an early end)",
-    "#!/bin/bash\n#SBATCH --nodes=2\nsrun hostname\n",
-    "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --time=00:10:00\nsrun hostname\n",
     warning=True,
 )
-def _no_time(script: Script, facts: Facts) -> Found:
+def _no_time(job: BatchJob, facts: Facts) -> Found:
     # without any directive the command line of sbatch says all
-    if script.value("time") is None and re.search(r"(?m)^#\s?SBATCH\s", script.text):
+    if job.value("time") is None and re.search(r"(?m)^#\s?SBATCH\s", job.text):
         yield 1, "no --time"
 
 
@@ -141,179 +158,41 @@ def _no_time(script: Script, facts: Facts) -> Found:
     "S09",
     "not a time limit: write minutes, H:M:S or D-H:M:S",
     "sbatch refuses it; and 1:30 is one minute and a half, not ninety minutes",
-    "#!/bin/bash\n#SBATCH --time=2h\n",
-    "#!/bin/bash\n#SBATCH --time=2:00:00\n",
 )
-def _time_form(script: Script, facts: Facts) -> Found:
-    time = script.option("time")
+def _time_form(job: BatchJob, facts: Facts) -> Found:
+    time = job.option("time")
     if time is None or not time.value or time.is_template or "$" in time.value:
         return
-    if script.minutes is None:
+    if job.minutes is None:
         yield time.line, time.value
-
-
-@rule(
-    "S10",
-    "the log's name lacks the job's number: use %x-%j",
-    "the next job of this script overwrites the log of this one, and two at once write into one "
-    "file",
-    "#!/bin/bash\n#SBATCH --output=train.log\n",
-    "#!/bin/bash\n#SBATCH --output=%x-%j.out\n",
-    warning=True,
-)
-def _log_name(script: Script, facts: Facts) -> Found:
-    for name in ("output", "error"):
-        log = script.option(name)
-        if log is None or log.value in ("", "/dev/null") or log.is_template or "$" in log.value:
-            continue
-        if not re.search(r"%\d*[jJA]", log.value):
-            yield log.line, log.value
 
 
 @rule(
     "S11",
     "the tasks of an array share one log: add %a",
     "all tasks of the array write into one file at once",
-    "#!/bin/bash\n#SBATCH --array=0-3\n#SBATCH --output=%x-%A.out\n",
-    "#!/bin/bash\n#SBATCH --array=0-3\n#SBATCH --output=%x-%A_%a.out\n",
 )
-def _array_log(script: Script, facts: Facts) -> Found:
-    log = script.option("output")
-    if log is None or not script.option("array"):
+def _array_log(job: BatchJob, facts: Facts) -> Found:
+    log = job.option("output")
+    if log is None or not job.option("array"):
         return
-    if re.search(r"%\d*A", log.value) and not re.search(r"%\d*[ajJ]", log.value):
+    if not re.search(r"%\d*[ajJ]", log.value) and not log.is_template:
         yield log.line, log.value
-
-
-@rule(
-    "S12",
-    "a requeued job empties its log: add --open-mode=append",
-    "the second attempt truncates what the first one wrote, the reason of its end included",
-    "#!/bin/bash\n#SBATCH --requeue\n#SBATCH --output=%x-%j.out\n",
-    "#!/bin/bash\n#SBATCH --requeue\n#SBATCH --open-mode=append\n#SBATCH --output=%x-%j.out\n",
-    warning=True,
-)
-def _append(script: Script, facts: Facts) -> Found:
-    requeue = script.option("requeue")
-    requeued = requeue or script.found(r"scontrol requeue")
-    if requeued and script.value("open-mode") != "append":
-        yield requeue.line if requeue else 1, "no --open-mode=append"
-
-
-@rule(
-    "S13",
-    "scontrol requeue without --requeue",
-    "where the cluster's default is not to requeue (JobRequeue=0) the order is refused and the "
-    "job ends",
-    '#!/bin/bash\n#SBATCH --open-mode=append\nscontrol requeue "$SLURM_JOB_ID"\n',
-    "#!/bin/bash\n#SBATCH --requeue\n#SBATCH --open-mode=append\nscontrol requeue "
-    '"$SLURM_JOB_ID"\n',
-    warning=True,
-)
-def _requeue(script: Script, facts: Facts) -> Found:
-    for command in script.found(r"scontrol requeue"):
-        if not script.option("requeue"):
-            yield command.line, "no --requeue"
-
-
-@rule(
-    "S14",
-    "the signal before the time limit does not reach the batch script: write --signal=B:USR1@60",
-    "without B: SLURM sends it to the steps alone, and the trap of this script never runs",
-    "#!/bin/bash\n#SBATCH --signal=USR1@60\ntrap save USR1\n",
-    "#!/bin/bash\n#SBATCH --signal=B:USR1@60\ntrap save USR1\n",
-)
-def _signal_to_shell(script: Script, facts: Facts) -> Found:
-    asked = script.option("signal")
-    name = re.match(r"(?:SIG)?([A-Z]+\d?)", asked.value) if asked else None
-    if asked and name and script.found(rf"\btrap\b.*\b(SIG)?{name[1]}\b"):
-        yield asked.line, asked.value
-
-
-@rule(
-    "S15",
-    "a signal is asked for and nothing catches it: add a trap",
-    "bash dies of the signal at once, the ranks are killed without a checkpoint, and the lead time "
-    "is lost",
-    "#!/bin/bash\n#SBATCH --signal=B:USR1@60\nsrun python train.py\n",
-    "#!/bin/bash\n#SBATCH --signal=B:USR1@60\ntrap save USR1\nsrun python train.py &\nwait\n",
-)
-def _no_trap(script: Script, facts: Facts) -> Found:
-    asked = script.option("signal")
-    name = re.match(r"R?B:(?:SIG)?(\w+)", asked.value) if asked else None
-    if asked is None or name is None:
-        return
-    # by a trap here, by the program that takes the shell's place, or in a file that is read
-    caught = rf"\btrap\b.*\b(SIG)?{name[1]}\b|^exec\s|\btrap\b.*\$"
-    elsewhere = r"^(source|\.)\s+(?!\S*(env|conda|profile|bashrc|setup|module))\S+\.(sh|bash)\b"
-    if not script.found(caught) and not script.found(elsewhere):
-        yield asked.line, asked.value
-
-
-@rule(
-    "S16",
-    "the signal comes no earlier than the job's start: a longer --time or a shorter lead",
-    "the job is told to stop as soon as it begins",
-    "#!/bin/bash\n#SBATCH --time=1\n#SBATCH --signal=B:USR1@60\ntrap save USR1\n",
-    "#!/bin/bash\n#SBATCH --time=10\n#SBATCH --signal=B:USR1@60\ntrap save USR1\n",
-)
-def _lead(script: Script, facts: Facts) -> Found:
-    asked = script.option("signal")
-    lead = re.search(r"@(\d+)", asked.value) if asked else None
-    if asked and lead and script.minutes is not None and int(lead[1]) >= script.minutes * 60:
-        yield asked.line, f"{lead[1]} s before the end of {script.value('time')}"
-
-
-@rule(
-    "S17",
-    "afterok for ever: add --kill-on-invalid-dep=yes",
-    "when the job it waits for fails, this one stays pending with DependencyNeverSatisfied until "
-    "somebody cancels it",
-    "#!/bin/bash\n#SBATCH --dependency=afterok:123\n",
-    "#!/bin/bash\n#SBATCH --dependency=afterok:123\n#SBATCH --kill-on-invalid-dep=yes\n",
-    warning=True,
-)
-def _dependency(script: Script, facts: Facts) -> Found:
-    asked = script.option("dependency")
-    if asked and "afterok" in asked.value and script.value("kill-on-invalid-dep") != "yes":
-        yield asked.line, asked.value
-
-
-@rule(
-    "S18",
-    "say how many tasks each node gets: --ntasks-per-node",
-    "--ntasks alone may be placed 3 + 1 on two nodes, and a local rank then has no GPU of its own",
-    "#!/bin/bash\n#SBATCH --nodes=2 --gpus-per-node=2\n#SBATCH --ntasks=4\n",
-    "#!/bin/bash\n#SBATCH --nodes=2 --gpus-per-node=2\n#SBATCH --ntasks-per-node=2\n",
-    warning=True,
-)
-def _placement(script: Script, facts: Facts) -> Found:
-    tasks = script.option("ntasks")
-    if tasks is None or script.option("gpus-per-task") or not script.gpus_per_node:
-        return
-    said = script.option("ntasks-per-node") or script.option("ntasks-per-gpu")
-    said_later = any("ntasks-per-node" in step.options for step in script.sruns)
-    count = script.number("ntasks") or 0
-    # each node gets at least one
-    if script.multi_node and count > (script.nodes or 1) and not said and not said_later:
-        yield tasks.line, f"{tasks.value} tasks on {script.value('nodes')} nodes"
 
 
 @rule(
     "S59",
     "memory without a unit is in MB: write 4G",
     "the job has a few megabytes and is killed as soon as Python starts",
-    "#!/bin/bash\n#SBATCH --mem=4\n",
-    "#!/bin/bash\n#SBATCH --mem=4G\n",
 )
-def _megabytes(script: Script, facts: Facts) -> Found:
+def _megabytes(job: BatchJob, facts: Facts) -> Found:
     for name, enough in (("mem", 256), ("mem-per-cpu", 64), ("mem-per-gpu", 1024)):
-        asked = script.option(name)
+        asked = job.option(name)
         if asked is None or not re.fullmatch(r"0*[1-9]\d*", asked.value):
             continue
-        if name == "mem" and script.gpus_per_node:
+        if name == "mem" and job.gpus_per_node:
             enough = 1024
-        if (script.number(name) or 0) <= enough:
+        if (job.number(name) or 0) <= enough:
             yield asked.line, f"--{name}={asked.value}"
 
 
@@ -322,18 +201,59 @@ def _megabytes(script: Script, facts: Facts) -> Found:
     "--export with a list and without ALL: write --export=ALL,NAME",
     "the job sees these variables and SLURM's own and no other: not PATH, not those of the modules "
     "and of the environment",
-    "#!/bin/bash\n#SBATCH --export=HF_HOME\n",
-    "#!/bin/bash\n#SBATCH --export=ALL,HF_HOME\n",
     warning=True,
 )
-def _export(script: Script, facts: Facts) -> Found:
-    asked = script.option("export")
+def _export(job: BatchJob, facts: Facts) -> Found:
+    asked = job.option("export")
     told = [(asked.line, asked.value)] if asked else []
-    told += [
-        (step.line, step.options["export"]) for step in script.sruns if "export" in step.options
-    ]
+    told += [(step.line, step.options["export"]) for step in job.sruns if "export" in step.options]
     for line, value in told:
         names = value.split(",")
         known = re.match(r"[A-Za-z_]\w*(=|$)", names[0])
         if known and not {"ALL", "NONE", "NIL"} & {name.upper() for name in names}:
             yield line, f"--export={value}"
+
+
+@rule(
+    "S62",
+    "options that sbatch does not take together",
+    "sbatch refuses the script at once",
+)
+def _together(job: BatchJob, facts: Facts) -> Found:
+    for part in job.components:
+        for one, other in _EXCLUDE:
+            asked = part.option(other)
+            if asked and part.option(one):
+                yield asked.line, f"--{one} and --{other}: keep one"
+        alone = part.option("gpus-per-task")
+        if alone and part.option("nodes") and not part.sizes_tasks and not part.option("gpus"):
+            yield alone.line, "--gpus-per-task without a number of tasks: say --ntasks"
+        tasks = part.number("ntasks")
+        on_each = part.number("ntasks-per-node")
+        nodes = part.number("nodes") if (part.value("nodes") or "").isdigit() else None
+        if tasks and on_each and nodes and tasks > nodes * on_each:
+            most = f"{nodes} nodes of {on_each} tasks have {nodes * on_each}"
+            yield part.line_of("ntasks"), f"--ntasks={tasks}, and {most}"
+        gpus = part.number("gpus")
+        if gpus and nodes and gpus < nodes:
+            yield part.line_of("gpus"), f"--gpus={gpus} are those of the job, on {nodes} nodes"
+
+
+@rule(
+    "S67",
+    "this variable is not set in this script",
+    "SLURM sets it only where the option is given, or only in the tasks that srun starts: it is "
+    "empty here, and in strict mode (set -u) the script ends",
+    warning=True,
+)
+def _not_set(job: BatchJob, facts: Facts) -> Found:
+    sized = ("nodes", "ntasks", "ntasks-per-node")
+    if not any(job.option(name) for name in sized):  # then the command line of sbatch says all
+        return
+    for name, command in job.expanded("SLURM_"):
+        asked = _SET_BY.get(name)
+        said = {directive.name for directive in job.directives}
+        if asked and not set(asked) & said:
+            yield command.line, f"SLURM_{name} needs --{asked[0]}"
+        elif _ONLY_IN_A_STEP.fullmatch(name):
+            yield command.line, f"SLURM_{name} exists in the tasks of a step alone"

@@ -51,11 +51,7 @@ def _are_orders(case: str, orders: Actions, m: int) -> None:
     """Each rank has F and B of each micro-batch once, and of its own stage."""
     due(*orders.values())
     for rank, actions in orders.items():
-        if not isinstance(actions, list) or not all(isinstance(one, Action) for one in actions):
-            raise Hint(
-                f"{case}rank {rank} has {str(actions)[:40]}: give a list of "
-                "Action(kind, stage, microbatch)"
-            )
+        _is_a_list_of_actions(f"{case}rank {rank} has ", actions)
         for action in actions:
             mistakes = {
                 f"rank {rank} has {action}, an action of stage {action.stage}: each rank runs the "
@@ -65,6 +61,16 @@ def _are_orders(case: str, orders: Actions, m: int) -> None:
             refuse(mistakes, case)
         for kind, name in KINDS.items():
             _has_each_once(f"{case}rank {rank} has ", name, _microbatches(actions, kind), m)
+
+
+def _is_a_list_of_actions(case: str, actions: Any) -> None:
+    """What one rank was given, or the first of its entries that is no action."""
+    what = "give a list of Action(kind, stage, microbatch)"
+    if not isinstance(actions, list):
+        raise Hint(f"{case}a {type(actions).__name__}: {what}")
+    others = [one for one in actions if not isinstance(one, Action)]
+    if others:
+        raise Hint(f"{case}the entry {str(others[0])[:40]!r}, which is no Action: {what}")
 
 
 def _microbatches(actions: Sequence[Action], kind: str) -> list[int]:
@@ -567,6 +573,8 @@ def _is_expected(
 
 # ---- 12.4
 
+OTHER_SHAPE = "must match the size|to a tensor of size|output with shape"  # of a .grad
+
 
 class _MicroBatch(NamedTuple):
     """One that has gone forward.
@@ -639,8 +647,17 @@ def _gives_input_half(micro_batch: _MicroBatch, weight: nn.Parameter) -> None:
     x, y, later, grad = micro_batch
     handed = grad.clone()
     counter = FlopCounterMode(display=False)
-    with counter:
-        y.backward(handed)
+    try:
+        with counter:
+            y.backward(handed)
+    except (TypeError, RuntimeError) as error:
+        no_tensor = re.search(r"expected Variable or None \(got (\w+)\)", str(error))
+        if no_tensor:
+            raise Hint(
+                f"backward returns a {no_tensor[1]}, and autograd takes a tensor or None for each "
+                "argument: what is put off goes into `later`"
+            ) from None
+        raise
     if x.grad is None:
         raise Hint("x has no gradient: the first thing that backward returns is dx")
     values = f"dx has the right shape and the wrong values, for x {list(x.shape)}"
@@ -683,6 +700,9 @@ def _weight_half(weight: nn.Parameter, later: list[Callable[[], Any]]) -> Tensor
             "freed: ctx gives them only while backward runs": (
                 "saved tensors after they have already been freed" in text
             ),
+            "what the function in `later` adds does not have the shape of A, "
+            f"{list(weight.shape)}: which of the two factors is transposed, and what becomes of "
+            "the leading dims?": (re.search(OTHER_SHAPE, text) is not None),
         }
         refuse(mistakes)
         raise
@@ -781,9 +801,8 @@ def _is_best(found: Any, one: _Situation) -> None:
             kept > one.most
         ),
         f"{name} with v={v} takes {1e3 * total_s:.1f} ms, and another candidate that fits takes "
-        f"{1e3 * best_s:.1f} ms: which of the times given does your choice leave out?": (
-            total_s > best_s * (1 + TOLERANCE)
-        ),
+        f"{1e3 * best_s:.1f} ms: does your choice count every time that it was given, and a stage "
+        "as 1/v of its rank, in time and in memory?": (total_s > best_s * (1 + TOLERANCE)),
     }
     refuse(mistakes, one.case)
 

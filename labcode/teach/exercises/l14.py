@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from labcode.slurm.lint.linter import lint
-from labcode.slurm.lint.parse import Script, minutes
+from labcode.slurm.lint.model import BatchJob, minutes
 from labcode.slurm.lint.shell import BLANK
 from labcode.slurm.run.outcome import first_failure
 from labcode.slurm.script.site import load
@@ -95,7 +95,7 @@ FIRST_STEPS = 10
 _FIRST_LINE = re.compile(r"^(\d+) ranks? on .+", re.MULTILINE)
 
 
-def _silent(text: Any) -> Script:
+def _silent(text: Any) -> BatchJob:
     """The script, once it is a text in which the linter finds nothing."""
     if text is ...:
         raise NotImplementedError("exercise")
@@ -108,10 +108,10 @@ def _silent(text: Any) -> Script:
         first = problems[0]
         more = f" ({len(problems) - 1} more after it)" if len(problems) > 1 else ""
         raise Hint(f"lint, line {first.line}, {first.rule}: {first.message}{more}")
-    return Script(text)
+    return BatchJob(text)
 
 
-def _asks_for(script: Script, ranks_per_node: int) -> None:
+def _asks_for(script: BatchJob, ranks_per_node: int) -> None:
     """The request that the exercise speaks of."""
     nodes = script.number("nodes") or 1
     limit = script.minutes
@@ -141,7 +141,7 @@ _GPU_OPTIONS = {
 }
 
 
-def _asks_for_no_gpus(script: Script) -> None:
+def _asks_for_no_gpus(script: BatchJob) -> None:
     for directive in script.directives:
         of_gpus = directive.name.startswith("gpus") or "gpu" in directive.value
         if directive.name not in _GPU_OPTIONS or not of_gpus:
@@ -153,7 +153,7 @@ def _asks_for_no_gpus(script: Script) -> None:
         refuse({asks: not re.search(r"(^|[:=])0$", directive.value)})
 
 
-def _fixes_the_share(script: Script) -> None:
+def _fixes_the_share(script: BatchJob) -> None:
     """That it says how many tasks each node gets, and not only how many there are in all."""
     options = [launch.options for launch in script.sruns]
     on_each = script.option("ntasks-per-node") or any("ntasks-per-node" in one for one in options)
@@ -164,13 +164,13 @@ def _fixes_the_share(script: Script) -> None:
     refuse(mistakes)
 
 
-def _logs_to_runs(script: Script) -> None:
+def _logs_to_runs(script: BatchJob) -> None:
     output = script.value("output") or ""
     folder = Path(script.value("chdir") or "", output).parent
     refuse({f"the log goes to {output}, and not to the folder runs": folder.name != "runs"})
 
 
-def _trains_for(script: Script, num_steps: int) -> None:
+def _trains_for(script: BatchJob, num_steps: int) -> None:
     """That the training stops after so many steps; the whole recipe would take minutes."""
     for launch in script.trainings:
         if launch.has_unknown_words or not launch.has(r"labcode\.train\b"):
@@ -203,7 +203,7 @@ def _reason(ended: Ended) -> str:
 _LOGIN_SHELL = re.compile(r"#!.*\s(--login|-[a-z]*l[a-z]*)\b")
 
 
-def _ran(ended: Ended, script: Script) -> None:
+def _ran(ended: Ended, script: BatchJob) -> None:
     """The job was taken, came to an end, and did not fail."""
     why = _reason(ended)
     not_found = re.search("No module named|command not found", why)
@@ -326,7 +326,7 @@ def lasting_script(text: str, lab: Lab) -> None:
         print(f"the same script with ranks that fail: {state}")
 
 
-def _signals_and_requeues(script: Script) -> None:
+def _signals_and_requeues(script: BatchJob) -> None:
     """No line does the one or the other to what it must not."""
     submits = script.found(r"(^|[\s;&|'\"({])sbatch\s")
     if submits:
@@ -363,7 +363,7 @@ _JOB_NUMBER = re.compile(r"SLURM_(ARRAY_)?JOB_?ID")
 _OUTPUT_OF = re.compile(r"\$\([^()]*\)|`[^`]*`")  # a command whose output bash puts here
 
 
-def _fixed_folder(script: Script) -> str:
+def _fixed_folder(script: BatchJob) -> str:
     """The folder of the results, if two jobs of this script may have the same; else ""."""
     if re.search(r"\$\{SLURM_(JOB_?ID|RESTART_COUNT):?[-=]", script.text):
         return ""  # `Launch` fills in the value after the dash, which is not the one on a cluster
@@ -377,7 +377,7 @@ def _fixed_folder(script: Script) -> str:
     return ""
 
 
-def _lasted(ended: Ended, script: Script) -> None:
+def _lasted(ended: Ended, script: BatchJob) -> None:
     """The job stopped, was requeued once, resumed, and came to its end."""
     stopped = STOPPED in ended.log
     died = ended.state == "FAILED" and ended.signalled and ended.restarts == 0

@@ -90,6 +90,9 @@ def combine(answer: Callable[..., Any]) -> None:
         mistakes = {
             "this is the sum of the two; what do two parts add whose means differ?": a[2] + b[2],
             "a sum of squares is never negative": squares < 0,
+            "this is the std of both; M2 is the sum of squares before it is divided": (
+                math.sqrt(truth[2] / (truth[0] - 1)) if truth[0] > 1 else math.nan
+            ),
         }
         otherwise = "compare your last term with the formula"
         if name == FAR:
@@ -548,11 +551,18 @@ WIDTHS = {"four equal parts": (4, 4, 4, 4), "parts of 1, 3, 4 and 8 columns": (1
 def first_departure(answer: Callable[..., Any]) -> None:
     """The learner's `first_departure(rows, bound)`."""
     case = "runs that differ by rounding: "
-    found = _departure_in(answer, lab.made_up_rows(4), BOUND, case)
+    rows = lab.made_up_rows(4)
+    (zeros,) = [row for row in rows if not row.whole.any()]
+    found = _departure_in(answer, rows, BOUND, case)
     if found is not None:
+        told = f"{case}it names {found!r}, and no tensor departs: "
+        if isinstance(found, tuple | list) and zeros.name in found:
+            raise Hint(
+                f"{told}this one is all zeros in both runs; what is 0 divided by 0 in torch?"
+            )
         raise Hint(
-            f"{case}it names {found!r}, and no tensor departs: by how much may a part differ? "
-            "Section 7 measures it by the size of the whole tensor; one tensor is all zeros"
+            f"{told}by how much may a part differ? "
+            "Section 8 measures it by the size of the whole tensor; one tensor is all zeros"
         )
     for name, (faults, expected) in FAULTS.items():
         case = f"{name}: "
@@ -580,7 +590,7 @@ def _is_within_the_bound(answer: Callable[..., Any]) -> None:
                 continue
             if found is not None:
                 raise Hint(
-                    f"{case}it names {found!r}, and this is within the bound of section 7: by what "
+                    f"{case}it names {found!r}, and this is within the bound of section 8: by what "
                     "is the error divided?"
                 )
 
@@ -591,7 +601,7 @@ def _columns(widths: Sequence[int], rank: int) -> tuple[slice, slice]:
 
 
 def _row_with_error(widths: Sequence[int], size: float, wrong: int, error: float) -> lab.Recorded:
-    """A tensor whose part on one rank has this error, by the formula of section 7."""
+    """A tensor whose part on one rank has this error, by the formula of section 8."""
     generator = torch.Generator().manual_seed(3)
     whole = size * torch.randn(8, sum(widths), generator=generator, dtype=torch.float64)
     parts = {}

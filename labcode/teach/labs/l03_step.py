@@ -39,6 +39,7 @@ NERSC_SAMPLES_PER_S = {
     "fused Adam": 53.31,
     "torch.compile": 54.98,
 }
+NERSC_WITHOUT_TF32 = 10.08  # the rung DALI with NVIDIA_TF32_OVERRIDE=0
 # its model (config/ViT.yaml); 4,050 patches
 NERSC_VIT = ViTConfig(
     num_variables=20,

@@ -323,7 +323,7 @@ def gap_after_other_seeds(rank: int) -> float:
     """Build the model from another seed on each rank, wrap it, train: do the weights differ?"""
     torch.manual_seed(rank)
     model = DDP(small_model())
-    _train(model, steps=4)
+    train(model, steps=4)
     return apart(model)
 
 
@@ -338,7 +338,7 @@ def gaps_with_batch_norm(rank: int) -> tuple[float, float]:
     layers = small_model()
     layers.insert(3, nn.BatchNorm1d(64))
     model = DDP(layers)
-    _train(model, steps=4)
+    train(model, steps=4)
     averages = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     return apart(model), widest_gap(averages)
 
@@ -440,9 +440,9 @@ def messages_in_a_step(rank: int, search: bool) -> int:
     """
     torch.manual_seed(0)
     model = DDP(small_model(), find_unused_parameters=search)
-    _train(model, steps=2, rank=rank)
+    train(model, steps=2, rank=rank)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        _train(model, steps=1, rank=rank)
+        train(model, steps=1, rank=rank)
     events = seen.events() or ()
     return sum(event.name == "gloo:all_reduce" for event in events)
 
@@ -492,7 +492,8 @@ def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return cross_entropy(model(inputs), targets)
 
 
-def _train(model: nn.Module, steps: int, rank: int | None = None) -> None:
+def train(model: nn.Module, steps: int, rank: int | None = None) -> None:
+    """Steps of SGD on random characters, of which each rank has its own."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     where = dist.get_rank() if rank is None else rank
     for step in range(steps):

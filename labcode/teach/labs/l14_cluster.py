@@ -102,18 +102,29 @@ class Lab:
             return self.said + f"(exit code {done.returncode})\n"
         return self.said
 
-    def batch(self, script: str, *options: str, timeout_s: float = 120) -> str:
+    def batch(
+        self,
+        script: str,
+        *options: str,
+        words: Sequence[str] = (),
+        env: Mapping[str, object] | None = None,
+        timeout_s: float = 120,
+    ) -> str:
         """Submit a script, wait until it has ended, and print its log.
 
         Args:
             script: Its path.
             options: Of sbatch.
+            words: The script's own arguments.
+            env: Environment variables of the shell that submits.
             timeout_s: After that the log is printed as it is, with a word that the job goes on.
 
         Returns:
             The log; "" without a cluster.
         """
-        self.sh("sbatch", *options, script)
+        settings = [f"{name}={value}" for name, value in (env or {}).items()]
+        before = ["env", *settings] if settings else []
+        self.sh(*before, "sbatch", *options, script, *words)
         number = re.search(r"batch job (\d+)", self.said)
         client = self.client
         if client is None or not number:

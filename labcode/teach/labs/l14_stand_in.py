@@ -23,7 +23,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from labcode.slurm.lint.parse import SHORT, WITH_VALUE, Script
+from labcode.slurm.lint.model import BatchJob
+from labcode.slurm.lint.options import SHORT, WITH_VALUE
 
 PROGRAMS = ("srun", "scontrol", "scancel")
 ADDRESS = "127.0.0.1"  # of each of the nodes
@@ -44,7 +45,7 @@ class StandInJob:
 
     def __init__(self, script: Path, env: dict[str, str] | None = None) -> None:
         self.path = script
-        self.script = Script(script.read_text(encoding="utf-8"))
+        self.script = BatchJob(script.read_text(encoding="utf-8"))
         self.restarts = 0
         # ports that scripts derive from it should not meet those of another program
         self.number = str(os.getpid())

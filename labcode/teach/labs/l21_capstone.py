@@ -61,6 +61,13 @@ CONVENTIONS: dict[str, dict[str, float | bool]] = {
         "gathered_bytes": 2,
         "reduced_bytes": 4,
     },
+    "FSDP2": {  # `fully_shard` with param_dtype=bfloat16 and reduce_dtype=float32
+        "weight_bytes": 4,
+        "gradient_bytes": 4,
+        "optimizer_bytes": 8,
+        "gathered_bytes": 2,
+        "reduced_bytes": 4,
+    },
 }
 
 
@@ -104,7 +111,13 @@ TASK = Brief(GPT_70B, load_cluster("jean-zay-a100"), 1024, 1024, 600e9, 25)
 
 
 def settings(layout: Layout, global_batch: int, convention: str = "4+4+8") -> Settings:
-    """A layout as a training program with these bytes trains it; labcode's own has 4+4+8."""
+    """A layout as a training program with these bytes trains it; labcode's own has 4+4+8.
+
+    In a pipeline FSDP2 shards the float32 weight and the moments, as ZeRO-1 does, and keeps whole
+    what it has gathered (2 bytes) and the gradients that it adds up (4): that is 2+4+12.
+    """
+    if convention == "FSDP2" and layout.zero < 3:
+        convention = "2+4+12"
     common = Settings(
         global_batch=global_batch,
         micro_batch=layout.micro_batch,

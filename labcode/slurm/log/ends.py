@@ -1,0 +1,159 @@
+"""How processes ended, as launchers report it: torchrun's table, srun's lines.
+
+exitcode  : -9 (pid: 71)                             torchrun, below the rank and its host
+srun: error: n2: task 3: Segmentation fault          srun, whose tasks are ranks
+"""
+
+import re
+import signal
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from labcode.slurm.log.kinds import (
+    ABORTED,
+    BY_NAME,
+    CRASHED,
+    EXITED,
+    HOST_MEMORY,
+    KILLED,
+    TERMINATED,
+    Kind,
+)
+
+SHELL_ADDS = 128  # to the number of a signal: POSIX.1-2024, Shell Command Language, 2.8.2
+_KILLED = [SHELL_ADDS + number for number in signal.Signals]
+_KINDS = {
+    signal.SIGKILL: KILLED,
+    signal.SIGABRT: ABORTED,
+    signal.SIGTERM: TERMINATED,
+    signal.SIGINT: TERMINATED,
+    signal.SIGHUP: TERMINATED,
+}
+_FIELD = re.compile(r"^\s*(time|host|rank|exitcode)\s*: (.+)")
+_EARLY = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+_SRUN = re.compile(r"srun: error: (\S+): tasks? (\d+)([\d,-]*): (.+)")
+_WORDS = {  # of srun for the end of a task
+    "Killed": signal.SIGKILL,
+    "Terminated": signal.SIGTERM,
+    "Aborted": signal.SIGABRT,
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Illegal instruction": signal.SIGILL,
+    "Floating point exception": signal.SIGFPE,
+}
+
+
+class End(NamedTuple):
+    """The end of one process.
+
+    Args:
+        kind: Of the failure.
+        what: In words: "killed by SIGKILL: ...".
+        rank: Global; None where only its number on its node is known, or only its node.
+        host: None where nobody says it.
+        is_first: The launcher saw it end first.
+        ranks: All that the line speaks of.
+    """
+
+    kind: Kind
+    what: str
+    rank: int | None
+    host: str | None
+    is_first: bool = False
+    ranks: tuple[int, ...] = ()
+
+
+class Ends:
+    """Takes the lines of one log, and gives the ends that they tell.
+
+    Args:
+        is_elastic: Tasks of srun are torchrun's agents, and no ranks.
+    """
+
+    def __init__(self, is_elastic: bool) -> None:
+        self._is_elastic = is_elastic
+        self._fields: dict[str, str] = {}
+        self._is_first = False
+
+    def read(self, text: str) -> Iterator[End]:
+        """The end that a line tells, if it tells one."""
+        if "first observed failure" in text:
+            self._is_first = True
+        elif text.startswith("Failures:"):
+            self._is_first = False
+        report = _FIELD.match(text)
+        if report:
+            self._fields[report[1]] = report[2]
+            if report[1] == "exitcode":
+                yield from self._reported()
+            return
+        early = _EARLY.search(text)
+        if early:
+            code = int(early[1])
+            yield End(_kind(code), code_text(code), None, None)
+        task = _SRUN.search(text)
+        if task and "orced" not in task[4]:
+            yield self._of_task(*task.groups())
+
+    def _reported(self) -> Iterator[End]:
+        rank = re.match(r"\d+", self._fields.get("rank", ""))
+        code = re.match(r"-?\d+", self._fields["exitcode"])
+        host = self._fields.get("host")
+        self._fields = {}
+        if rank and code:
+            what = code_text(int(code[0]))
+            yield End(_kind(int(code[0])), what, int(rank[0]), host, self._is_first)
+
+    def _of_task(self, node: str, first: str, others: str, words: str) -> End:
+        ranks = () if self._is_elastic else tuple(_numbers(first + others))
+        rank = ranks[0] if ranks else None
+        exited = re.search(r"exit code (\d+)", words)
+        code = int(exited[1]) if exited else 0
+        if code in _KILLED:
+            what = f"{exit_text(code)} on {node}"
+            return End(_kind(SHELL_ADDS - code), what, rank, node, ranks=ranks)
+        kind = BY_NAME[EXITED]
+        if "Out Of Memory" in words:
+            kind = BY_NAME[HOST_MEMORY]
+        for word, number in _WORDS.items():
+            if words.startswith(word):
+                kind = _kind(-number)
+        return End(kind, f"{words.lower()} on {node}", rank, node, ranks=ranks)
+
+
+def _numbers(text: str) -> Iterator[int]:
+    """ "0-2,5" is 0, 1, 2 and 5."""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def _kind(code: int) -> Kind:
+    """Of an exit code, negative for a signal."""
+    if code >= 0:
+        return BY_NAME[KILLED if code == SHELL_ADDS + signal.SIGKILL else EXITED]
+    return BY_NAME[_KINDS.get(signal.Signals(-code), CRASHED)]
+
+
+def code_text(code: int) -> str:
+    """ "exit code 2", or of a negative code the signal: "killed by SIGSEGV"."""
+    return exit_text(0, -code) if code < 0 else exit_text(code)
+
+
+def exit_text(code: int, by_signal: int = 0) -> str:
+    """ "exit code 2", or "killed by SIGKILL", with its usual cause.
+
+    Args:
+        code: The exit code. A shell makes 128 plus the signal of it for a command that was killed.
+        by_signal: The signal that ended the process; 0 for none.
+    """
+    if not by_signal and code in _KILLED:
+        by_signal = code - SHELL_ADDS
+    if not by_signal:
+        return f"exit code {code}"
+    if by_signal == signal.SIGKILL:
+        return "killed by SIGKILL: by hand, or by the kernel's out-of-memory killer"
+    try:
+        return f"killed by {signal.Signals(by_signal).name}"
+    except ValueError:
+        return f"killed by signal {by_signal}"
