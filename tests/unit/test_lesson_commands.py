@@ -5,6 +5,7 @@ So every `-m labcode.train ...` is read as the program reads it, and the config 
 model fits the grid.
 """
 
+import json
 import os
 import re
 import shlex
@@ -115,6 +116,9 @@ FILES = {
     "my_site.yaml": str(ROOT / "slurm" / "sites" / "generic.yaml"),
     "my_own_script.sbatch": str(ROOT / "slurm" / "ddp_2_nodes-generic.sbatch"),
 }
+# a description of a model, as the hub has it
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
+LLAMA |= {"num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 64}
 RUN_ELSEWHERE = (
     "python -m labcode.slurm submit",  # tests/slurm/test_submit.py
     "python -m labcode.train.profile",  # tests/ranks/test_step_profiler.py
@@ -139,6 +143,9 @@ def programs_shown():
 def test_a_program_that_is_shown_runs(command, tmp_path):
     for name, path in FILES.items():
         command = command.replace(name, path)
+    for folder in (tmp_path, tmp_path / "Llama-2-7b-hf"):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(LLAMA))
     programs = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
