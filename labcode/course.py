@@ -48,7 +48,8 @@ WAYS: dict[str, dict[str, tuple[int, ...]]] = {
         "01": (1, 2, 6),
         "04": (1, 4, 6),
         "05": (2, 3),
-        "13": (1, 2, 3, 4, 5, 7),
+        "13": (1, 2, 3, 4),
+        "13b": (5, 7),
     },
     "SLURM: jobs that start, last and come back": {
         "00": (3, 5),
@@ -58,18 +59,19 @@ WAYS: dict[str, dict[str, tuple[int, ...]]] = {
         "17": (2, 3, 4),
     },
     "My model does not fit": {"10": (1, 2), "13": (1,), "16": ()},
-    "One GPU, faster": {"00": (2,), "02": (), "03": ()},
+    "One GPU, faster": {"00": (2,), "02": (), "03": (), "03b": ()},
     "Long sequences: the ring": {
         "01": (1, 2, 6),
         "10": (2,),
         "11": (1, 2, 3, 4, 5, 6, 7),
     },
-    "16, 8 and 4 bits": {"03": (4,), "18": (1, 2, 4, 5, 6, 7, 8), "22": ()},
+    "16, 8 and 4 bits": {"03b": (4,), "18": (1, 2, 4, 5, 6, 7, 8), "22": ()},
     "A large training run, planned before it is paid for": {
         "08": (4, 5, 6),
         "10": (1, 2),
         "12": (2, 9),
-        "13": (1, 5, 6),
+        "13": (1,),
+        "13b": (5, 6),
         "15": (3,),
         "20": (),
         "21": (),
@@ -175,21 +177,27 @@ def lessons(folder: Path) -> list[Lesson]:
     Solutions, and notebooks that cannot be read, are left out.
     """
     found = []
-    for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")):
+    for path in sorted(folder.glob("[0-9][0-9]*_*.ipynb")):
         lesson = _lesson(path)
         if lesson is not None:
             found.append(lesson)
     return found
 
 
+def number_of(name: str) -> str:
+    """What stands before the first underscore of a file name: "04", or "13b"."""
+    return name.partition("_")[0]
+
+
 def find(number: str, folder: Path) -> Lesson:
-    """The lesson of a number: "04", or "4".
+    """The lesson of a number: "04", or "4", or "13b".
 
     Raises:
         ValueError: There is none.
     """
     known = {lesson.number: lesson for lesson in lessons(folder)}
-    wanted = f"{number:0>2}"
+    digits = number.rstrip("b")
+    wanted = f"{digits:0>2}" + number.removeprefix(digits)
     if wanted not in known:
         raise ValueError(suggest.unknown("lesson", number, known))
     return known[wanted]
@@ -255,10 +263,10 @@ def _lesson(path: Path) -> Lesson | None:
         prose.append(text)
         if said and not needs:
             needs = " ".join(said[1].split())
-    title = about.get("title") or path.stem[3:].replace("_", " ")
+    title = about.get("title") or path.stem.partition("_")[2].replace("_", " ")
     minutes = about.get("minutes")
     parts = sections("\n\n".join(prose))
-    return Lesson(path.name[:2], title, minutes, tuple(exercises), path, needs, parts)
+    return Lesson(number_of(path.name), title, minutes, tuple(exercises), path, needs, parts)
 
 
 def passed(folder: Path) -> set[str]:

@@ -169,12 +169,8 @@ rates = {
     "A100": a100.peak_flops_per_s["bfloat16"],
     "H100": h100.peak_flops_per_s["bfloat16"],
 }
-such_cpus = rates["H100"] / measured_flops
-plot.bars(
-    rates, ylabel="FLOP/s, log scale", logy=True,
-    title=f"By its datasheet an H100 is about {round(such_cpus, -3):,.0f} such CPUs",
-    alt="On a log scale the datasheet peaks of A100 and H100 stand far above this CPU",
-)
+such_cpus = round(rates["H100"] / measured_flops, -3)
+plot.bars(rates, cpus=f"{such_cpus:,.0f}", caption="00.peaks")
 
 # %% [markdown]
 # Training GPT-3 took 3.14e23 FLOPs (Brown et al. 2020, table D.1). How long would one machine need, and how long
@@ -277,11 +273,7 @@ print("does this notebook know the secret?", "secret" in globals())
 # call itself returns nothing.
 
 # %% tags=["figure"]
-plot.collective(
-    "all_reduce", 4,
-    alt="Before all_reduce each rank holds its own part, "
-        "afterwards every rank holds the sum of all",
-)
+plot.collective("all_reduce", 4, caption="00.sum")
 
 # %% [markdown]
 # **Predict.** Each rank brings its own number: 0, 1, 2, 3. What does every rank hold afterwards?
@@ -296,8 +288,8 @@ def add_up(rank):
     return x.item()
 
 sums = ranks.run(add_up)
-print(sums)
 compare("sum on each rank", sum_guess, sums[0], within=1, found="computed")
+print(sums)
 
 # %% [markdown]
 # **Takeaway: ranks share nothing. What one knows and another needs must be sent, and in a collective all of them take
@@ -420,13 +412,7 @@ work_per_s = {
     "2 ranks": 2 * alone_s / two_s,
     "4 ranks": 4 * alone_s / four_s,
 }
-plot.bars(
-    work_per_s, ylabel="work per second, 1 rank = 1",
-    reference={f"{cores} cores": cores},
-    title="Ranks share the cores",
-    alt="Total work per second rises with the ranks "
-        "until there are as many as cores, then it stays",
-)
+plot.bars(work_per_s, reference={f"{cores} cores": cores}, caption="00.cores")
 
 # %% [markdown]
 # The work of all ranks together rises until every core is busy. More ranks then add next to nothing. With more ranks
@@ -487,9 +473,9 @@ with following():
         "--train.sample_tokens", "0", "--train.out", "runs/start", "--train.overwrite",
         nproc=2,
     )
-print(f"2 ranks, 80 steps, {seconds(done.seconds)} with starting and stopping")
 rows = metrics.read("runs/start")
 compare("loss of the first step", loss_guess, rows[0]["loss"], within=1.05, unit="nat")
+print(f"2 ranks, 80 steps, {seconds(done.seconds)} with starting and stopping")
 
 # %% [markdown]
 # We do not train GPT-2 here, but an untrained model is easily made up: it gives every token the same number. PyTorch's
@@ -518,9 +504,7 @@ for row in rows:
 plot.curves(
     {"training": rows, "held-out text": held_out},
     reference={"unigram entropy": splits.train.unigram_entropy()},
-    ylabel="loss [nat]", title="gpt_tiny on two ranks",
-    alt="The loss falls from about 4.4 nats, passes the unigram entropy "
-        "and keeps falling; held-out text follows it",
+    caption="00.first_training",
 )
 
 # %% [markdown]

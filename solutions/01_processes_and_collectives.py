@@ -176,11 +176,7 @@ for rank, held in enumerate(ranks.run(hand_over)):
 # question mark means that what is left in this tensor is not defined. Where nothing is drawn, the rank needs no tensor.
 
 # %% tags=["figure"]
-plot.collectives(
-    ("broadcast", "scatter", "gather", "reduce"), 4,
-    alt="Broadcast copies rank 0's data to all ranks, scatter deals out its parts, "
-        "gather collects everybody's data on rank 0, and reduce adds it up there",
-)
+plot.collectives(("broadcast", "scatter", "gather", "reduce"), 4, caption="01.rooted")
 
 # %% [markdown]
 # In the cells below, rank r starts with the four numbers 10 r, 10 r + 1, 10 r + 2 and 10 r + 3. Here are two of the
@@ -209,9 +205,9 @@ print("reduce:   ", *ranks.run(reduce))
 
 # %% tags=["figure"]
 plot.collectives(
-    ("all_gather", "all_reduce", "reduce_scatter", "all_to_all"), 4,
-    alt="After all-gather and all-reduce every rank holds the same; "
-        "reduce-scatter leaves one sum on each rank; all-to-all swaps rows and columns",
+    ("all_gather", "all_reduce", "reduce_scatter", "all_to_all"),
+    4,
+    caption="01.everybody",
 )
 
 # %% [markdown]
@@ -254,12 +250,12 @@ def all_to_all(rank):
 summed = ranks.run(all_reduce)[2]
 own_sum = ranks.run(reduce_scatter)[2]
 swapped = ranks.run(all_to_all)[2]
-print("rank 2 holds", summed, "after all_reduce,", own_sum, "after reduce_scatter,")
-print("and", swapped, "after all_to_all")
 way = {"within": 1, "found": "computed"}
 compare("all-reduce, first", first_after_all_reduce, summed[0], **way)
 compare("reduce-scatter, only", only_after_reduce_scatter, own_sum[0], **way)
 compare("all-to-all, last", last_after_all_to_all, swapped[3], **way)
+print("rank 2 holds", summed, "after all_reduce,", own_sum, "after reduce_scatter,")
+print("and", swapped, "after all_to_all")
 
 # %% [markdown]
 # Now look at reduce-scatter and all-gather one after the other. After the reduce-scatter, rank i holds the finished sum
@@ -334,11 +330,7 @@ for rank, text in enumerate(ranks.run(three_of_four)):
 # time.
 
 # %% tags=["figure"]
-plot.ring(
-    4,
-    alt="In three adding steps each rank completes one chunk; "
-        "in three copying steps the complete chunks go round to everybody",
-)
+plot.ring(4, caption="01.ring")
 
 # %% [markdown]
 # Each small square is one chunk on one rank: a row is a rank, a column is a chunk. The stripes say whose numbers have
@@ -377,10 +369,10 @@ def count_bytes(rank):
     return star_bytes, ring_bytes, equal
 
 star_bytes, ring_bytes, equal = zip(*ranks.run(count_bytes))
-print("star, ring and dist.all_reduce give the same sum:", all(equal))
 way = {"within": 1, "unit": "B", "found": "counted"}
 compare("rank 0 on the star", rank_0_on_the_star, star_bytes[0], **way)
 compare("rank 0 on the ring", rank_0_on_the_ring, ring_bytes[0], **way)
+print("star, ring and dist.all_reduce give the same sum:", all(equal))
 print(f"all ranks together send {sum(star_bytes):,} bytes on the star")
 print(f"all ranks together send {sum(ring_bytes):,} bytes on the ring")
 
@@ -391,12 +383,7 @@ for rank in range(4):
         "star": star_bytes[rank] / 2**20,
         "ring": ring_bytes[rank] / 2**20,
     }
-plot.bars(
-    sent_by, ylabel="bytes sent / size of the tensor",
-    title="Both send 6 n bytes in all; the ring shares them out",
-    alt="On the star rank 0 sends three times the tensor and the others once; "
-        "on the ring each rank sends one and a half times the tensor",
-)
+plot.bars(sent_by, caption="01.star_and_ring")
 
 # %% [markdown]
 # The ring does not save a single byte: both ways send 2 (p - 1) n bytes in all. But on the ring every rank sends the
@@ -553,10 +540,9 @@ compare(
 
 # %% tags=["figure"]
 plot.rounds(
-    [[(0, 1)], [(0, 2), (1, 3)], [(0, 4), (1, 5), (2, 6), (3, 7)]], 8,
-    title="Everybody who has the tensor sends it on",
-    alt="In round 1 rank 0 sends to rank 1, in round 2 ranks 0 and 1 send to 2 and 3, "
-        "in round 3 the first four ranks send to the last four",
+    [[(0, 1)], [(0, 2), (1, 3)], [(0, 4), (1, 5), (2, 6), (3, 7)]],
+    8,
+    caption="01.tree",
 )
 
 # %% [markdown]
@@ -574,14 +560,15 @@ rounds_of_the_tree = 10
 # %% tags=["nbval-check-output"]
 have_it = [0]
 waiting = list(range(1, 1000))
-num_rounds = 0
+after_round = []  # how many ranks have the tensor
 while waiting:
     served = waiting[: len(have_it)]  # one for each rank that has the tensor
     waiting = waiting[len(have_it) :]
     have_it = have_it + served
-    num_rounds = num_rounds + 1
-    print(f"after round {num_rounds}: {len(have_it)} ranks have the tensor")
-compare("rounds", rounds_of_the_tree, num_rounds, within=1, found="simulated")
+    after_round.append(len(have_it))
+compare("rounds", rounds_of_the_tree, len(after_round), within=1, found="simulated")
+for number, num_ranks in enumerate(after_round, 1):
+    print(f"after round {number}: {num_ranks} ranks have the tensor")
 
 # %% [markdown]
 # The number of ranks that have the tensor doubles in each round. So p ranks need log₂ p rounds, rounded up.
@@ -696,12 +683,10 @@ compare("all-reduce of 1 MiB", one_mib_s, measured_one_mib_s, within=2, unit="s"
 model_s = [alpha_beta.time_s("all_reduce", 4, n, link) for n in sizes]
 plot.lines(
     {"measured": [1e3 * t for t in measured_s], "model": [1e3 * t for t in model_s]},
-    x=sizes, logx=True, logy=True, xlabel="bytes in the tensor", ylabel="ms",
+    x=sizes,
     reference={"latency, 6 alpha": 6e3 * link.alpha_s},
     upright={"n = p alpha beta": alpha_beta.balance_bytes("all_reduce", 4, link)},
-    title="Small tensors cost latency, large ones bandwidth",
-    alt="The time stays level up to some hundred kilobytes "
-        "and then grows in proportion to the size, as the model says",
+    caption="01.sizes",
 )
 
 # %% [markdown]

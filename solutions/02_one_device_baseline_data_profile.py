@@ -197,11 +197,7 @@ plot.timeline(
         ("what counts", "backward", 6, 9),
         ("what counts", "rest", 9, 10),
     ],
-    xlabel="seconds",
-    title="Each moment counts once, for the innermost part",
-    alt="A step from 0 to 10 s, in it backward from 0 to 9 s, and inside backward a "
-        "communication from 2 to 6 s; in the last row each moment belongs to one of "
-        "backward, communication and rest",
+    caption="02.innermost",
 )
 
 # %% [markdown] tags=["exercise"]
@@ -324,10 +320,7 @@ plot.timeline(
         ("GPU", "forward", 1, 10),
         ("GPU", "backward", 10, 30),
     ],
-    xlabel="ms",
-    title="What the timer says, and what the GPU does",
-    alt="The timer gives forward 2 ms, backward 3 ms and loss.item() 26 ms, while "
-        "the GPU computes forward for 9 ms and backward for 20 ms",
+    caption="02.timer",
 )
 
 # %% [markdown]
@@ -361,9 +354,7 @@ plot.timeline(
 plot.chunks(
     {"chunks of (16, 180, 360)": (180, 360), "chunks of (16, 60, 120)": (60, 120)},
     ((70, 130), (90, 150)),
-    title="Each chunk that the crop touches is read whole",
-    alt="A crop of 60 by 60 on the map: with one chunk for the whole map everything is "
-        "read, with chunks of 60 by 120 it crosses two borders and touches 4 of 9",
+    caption="02.crop",
 )
 
 # %% [markdown]
@@ -438,14 +429,7 @@ for name, path in {"whole maps": maps, "tiles": tiles}.items():
         milliseconds[name] = 1e3 * timer.seconds[part] / TIMED
 data_ms = by_part["data"]
 print(f"data: {data_ms['tiles'] / data_ms['whole maps']:.2f} of the time")
-plot.bars(
-    by_part,
-    ylabel="ms a step",
-    fmt="{:.0f}",
-    title="Smaller chunks: less to unpack",
-    alt="Milliseconds of data, forward, backward and optimizer with both chunkings; "
-        "data takes much less with tiles, the other parts stay",
-)
+plot.bars(by_part, caption="02.chunkings")
 
 # %% [markdown]
 # The bytes went down by a factor of 16 for this box, and the time by less. Each chunk is a request of its own, with a
@@ -487,13 +471,7 @@ for number in range(4):
 for number in range(4):
     ahead.append(("loop", f"compute {number + 1}", 30 + 50 * number, 80 + 50 * number))
 
-plot.timeline(
-    turns + ahead,
-    xlabel="ms",
-    title="If reading is faster, the loop waits for the first batch only",
-    alt="In turns, four batches take 320 ms; with a reader that reads ahead, the loop "
-        "waits for the first batch only, and ends after 230 ms",
-)
+plot.timeline(turns + ahead, caption="02.reading")
 
 # %% [markdown]
 # In turns, this takes 4 · (30 + 50) = 320 ms. With a reader beside the loop, the loop waits 30 ms for the first batch.
@@ -692,12 +670,7 @@ plot.lines(
         "first epoch": (list(NERSC_BY_WORKERS), first_epoch),
         "last epoch": (list(NERSC_BY_WORKERS), last_epoch),
     },
-    xlabel="workers",
-    ylabel="samples/s",
-    from_zero=True,
-    title="NERSC's log: of the numbers tried, four workers are the best",
-    alt="Samples a second of the first and the last of four epochs, with 0, 4, 8 and "
-        "16 workers: both rise to 4 workers and fall from there",
+    caption="02.nersc_workers",
 )
 
 # %% [markdown]
@@ -775,12 +748,7 @@ plot.lines(
         "measured": (list(measured_s), [1e3 * one for one in measured_s.values()]),
         "the bound": (list(bound_s), [1e3 * one for one in bound_s.values()]),
     },
-    xlabel="workers",
-    ylabel="ms a step",
-    from_zero=True,
-    title="Workers take reading out of the loop, until the cores run out",
-    alt="Milliseconds a step with 0, 1, 2 and 4 workers as measured, and the bound, "
-        "which falls no further once there are as many workers as cores",
+    caption="02.workers",
 )
 
 # %% [markdown]
@@ -830,14 +798,7 @@ lanes = {"data": "the loop", "all-reduce": "GPU, queue 2"}
 rows = [("the step", "step", 0, 20)]
 for name, start, stop in events:
     rows.append((lanes.get(name, "GPU, queue 1"), name, start, stop))
-plot.timeline(
-    rows,
-    xlabel="ms",
-    title="A trace: when what ran",
-    alt="In a step of 20 ms the loop waits for data from 0 to 7; the GPU copies from 6 "
-        "to 8, computes forward from 8 to 12 and backward from 13 to 18, and "
-        "all-reduces from 15 to 19",
-)
+plot.timeline(rows, caption="02.trace")
 
 # %% [markdown]
 # (The copy brings the first half of the batch to the GPU, while the loop still waits for the second.) Each moment of
@@ -1011,16 +972,11 @@ done = launch.run(
 )
 by_gpt = read("runs/gpt")
 print(summary(by_gpt, rows=6))
-plot.step_breakdown(
-    {**by_file, "GPT on text": by_gpt},
-    title="Where the time of a step goes, in three training runs",
-    alt="Shares of computing, data wait and the rest in a step of the ViT with both "
-        "files and of the GPT, where data wait cannot be seen",
-)
+plot.step_breakdown({**by_file, "GPT on text": by_gpt}, caption="02.three_runs")
 
 # %% [markdown]
 # For the GPT more workers would change nothing: there is no data to wait for. What takes its time is computing itself,
-# and the many small operations of a small model. These are the subject of lesson 03. (The few percent
+# and the many small operations of a small model. These are the subject of lessons 03 and 03b. (The few percent
 # of communication are those of a group with a single rank: labcode calls the same collectives then, though there is
 # nobody to send to.)
 #

@@ -96,12 +96,7 @@ def train(rank, p, average=None, prepare=None, seed=0):
 # equal again.
 
 # %% tags=["figure"]
-plot.data_parallel(
-    4,
-    alt="Four ranks hold equal models and different shares of the batch; "
-        "their gradients differ, an all-reduce turns them into one mean, "
-        "and all models make the same step",
-)
+plot.data_parallel(4, caption="04.step")
 
 # %% [markdown]
 # Why is this the training of one process? The loss of a batch is the mean over its $B$ samples. Cut the batch into $p$
@@ -279,11 +274,7 @@ measured = weights_by_rank[1][0] / weights_by_rank[0][0]
 compare("weight of a sample", times_as_much, measured, within=1.001, found="computed")
 
 # %% tags=["figure"]
-plot.sample_weights(
-    weights_by_rank,
-    alt="Each of the 7 samples of rank 0 weighs 1/28, each of the 3 samples "
-        "of the other ranks 1/12; a dashed line shows 1/16, which all should weigh",
-)
+plot.sample_weights(weights_by_rank, caption="04.sample_weights")
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 4.2 · Uneven shares
@@ -402,11 +393,7 @@ print("no rank hangs; batches of each:", ranks.run(runs_out_of_batches))
 # works because `backward()` **adds** to `.grad`. The picture shows it for four micro-batches.
 
 # %% tags=["figure"]
-plot.accumulation(
-    4,
-    alt="Forward and backward of four micro-batches alternate; each backward adds "
-        "its part to .grad, and only then follow the all-reduce and the step",
-)
+plot.accumulation(4, caption="04.accumulation")
 
 # %% [markdown]
 # It adds, and it does not average. The loss of a micro-batch is a mean over its own samples, so the sum of m such
@@ -537,11 +524,11 @@ for batches_of_rank in ranks.run(batches_without_sampler):
     for batch in batches_of_rank:
         read_in_epoch += batch
 
-print("read in the first step:", read_in_first_step)
 found = len(set(read_in_first_step))
 compare("different samples", different_samples, found, within=1, found="counted")
 times = read_in_epoch.count(0)
 compare("times sample 0 is read", times_read, times, within=1, found="counted")
+print("read in the first step:", read_in_first_step)
 
 # %% [markdown]
 # All ranks do the same work, and an epoch takes four times as many steps as it should. (With a seed of its own on each
@@ -605,20 +592,16 @@ def bytes_per_parameter(rank, p):
 
 alone = bytes_per_parameter(rank=0, p=1)
 by_rank = ranks.run(bytes_per_parameter, 4)
-print(f"bytes for each parameter: {alone} on one rank, {by_rank} on four")
 fit_alone = 80e9 / alone
 fit_on_four = 80e9 / max(by_rank)
 compare("on one GPU", on_one_gpu, fit_alone, within=1.1, found="counted")
 compare("on four GPUs", on_four_gpus, fit_on_four, within=1.1, found="counted")
+print(f"bytes for each parameter: {alone} on one rank, {by_rank} on four")
 gpt3_bytes = 175e9 * max(by_rank)
 print(f"GPT-3: {gpt3_bytes / 1e12:.1f} TB, {gpt3_bytes / 80e9:.0f} times 80 GB")
 
 # %% tags=["figure"]
-plot.copies(
-    4,
-    alt="Weights, gradients and Adam's two moments are the same on all four ranks, "
-        "4 bytes each for a parameter; only the activations differ from rank to rank",
-)
+plot.copies(4, caption="04.copies")
 
 # %% [markdown]
 # Four GPUs with data parallelism hold no larger model than one. So data parallelism alone ends at a few billion

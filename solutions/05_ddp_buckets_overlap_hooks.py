@@ -126,13 +126,7 @@ compare("one by one, against one", times_as_long, ratio, within=1.5)
 plot.lines(
     {"measured": measured_ms, "alpha-beta model": model_ms},
     x=number_of_messages,
-    logx=True,
-    logy=True,
-    xlabel="all-reduces per step",
-    ylabel="ms per step",
-    title="The same bytes cost more in more messages",
-    alt="The time for all gradients grows with the number of all-reduces, "
-        "in the measurement as in the model",
+    caption="05.messages",
 )
 
 # %% [markdown]
@@ -146,13 +140,7 @@ plot.lines(
 # %% tags=["figure"]
 example_sizes = [10, 4, 12, 6, 10, 8]
 example = torch.nn.ParameterList([torch.zeros(size) for size in example_sizes])
-plot.buckets(
-    example_sizes,
-    [[5, 4], [3, 2], [1, 0]],
-    limit=20,
-    alt="Six gradients; the last two, of 8 and 10 numbers, make message 1, the two "
-        "before them message 2, and the first two message 3, each in one row",
-)
+plot.buckets(example_sizes, [[5, 4], [3, 2], [1, 0]], limit=20, caption="05.buckets")
 
 # %% [markdown]
 # How are buckets filled? From the last parameter to the first, because backward reaches the last one first. A bucket
@@ -446,9 +434,7 @@ exposed = overlapped.exposed_s / overlapped.link_s  # exposed: after backward
 compare("fraction that is not hidden", exposed_fraction, exposed)
 plot.overlap(
     {"sent after backward": after.lanes(), "sent during backward": overlapped.lanes()},
-    title="Measured: the wait shrinks to one bucket",
-    alt="Sent after backward, the five buckets make the core wait; "
-        "sent during backward, only the last one does",
+    caption="05.overlap",
 )
 
 # %%
@@ -465,7 +451,7 @@ print(f"  sent during backward {1e3 * on_gloo.overlapped.total_s:.1f} ms")
 # 5.1).
 #
 # Everything but the last bucket is hidden only if backward takes longer than sending. The time of sending is fixed by
-# the model, and backward gets longer with each token of the batch. Lesson 13, section 5, makes a rule of it: how many
+# the model, and backward gets longer with each token of the batch. Lesson 13b, section 5, makes a rule of it: how many
 # tokens each GPU needs, so that the communication is hidden.
 #
 # **Takeaway: overlap gains as far as something other than the computing cores moves the bytes, and up to the time of
@@ -713,12 +699,7 @@ mean = torch.stack(clipped).mean(dim=0)
 compare("first of the mean", mean_of_clipped, mean[0], within=1, found="computed")
 
 # %% tags=["figure"]
-plot.clipping(
-    [3, -1],
-    max_norm=1,
-    alt="Averaged first, the gradients 3 and -1 have the mean 1; clipped first, "
-        "they are 1 and -1, and their mean is 0",
-)
+plot.clipping([3, -1], max_norm=1, caption="05.clipping")
 
 # %% [markdown]
 # Clipped first, the gradients are (1, 0) and (-1, 0), and the step has disappeared, although the mean was within the
@@ -896,7 +877,7 @@ print("ours and PyTorch's are equal:", torch.equal(ours, pytorchs))
 # | SLURM, inside a job | `srun --ntasks-per-node=8 python -m labcode.train gpt_tiny` |
 #
 # With a GPU for each rank, DDP scales nearly linearly to 256 GPUs (Li et al. 2020, abstract), as long as each rank
-# computes long enough to hide the sending (lesson 13, section 5).
+# computes long enough to hide the sending (lesson 13b, section 5).
 #
 # ## Questions (core, 5 min)
 #

@@ -104,12 +104,7 @@ plot.lines(
         "B / (t0 + t1 B)": [batch / (t0 + t1 * batch) / 1000 for batch in batches],
     },
     x=batches,
-    logx=True,
-    logy=True,
-    xlabel="batch, samples per step",
-    ylabel="thousand samples per second",
-    title="A larger batch is faster, until the work itself counts",
-    alt="Samples per second grow with the batch and level off, as the model says",
+    caption="06.batches",
 )
 
 # %% [markdown]
@@ -121,11 +116,7 @@ plot.lines(
 
 # %% tags=["figure"]
 weather = l06_runs.shipped("vit")
-plot.sweep(
-    weather,
-    title="ViT: validation error after 320 samples",
-    alt="The best error is 0.113 for batch 1, 0.114 for 4, 0.117 for 8, 0.121 for 16",
-)
+plot.sweep(weather, caption="06.vit_sweep")
 
 # %% [markdown]
 # Look at the framed cells. Up to a batch of 4 the error is nearly the same: the larger batch makes equally good use of
@@ -147,9 +138,7 @@ plot.sweep(
 # each blue arrow is the gradient of one batch.
 
 # %% tags=["figure"]
-plot.gradient_noise(
-    alt="Gradients of single samples scatter widely; those of 16 samples nearly agree"
-)
+plot.gradient_noise(caption="06.gradients")
 
 # %% [markdown]
 # The dashed circle shows how long the noise is on average. With one sample it is longer than the gradient itself, and
@@ -256,7 +245,6 @@ mean_of_ratios = "too large"
 
 # %% tags=["nbval-check-output"]
 mean = statistics.mean([10 / 0.1, 10 / 1.9])
-print(f"mean of the ratios: {mean:.1f}, and 10 is right")
 verdict = "about right"
 if mean > 12:
     verdict = "too large"
@@ -264,6 +252,7 @@ elif mean < 8:
     verdict = "too small"
 WORDS = ("about right", "too large", "too small")
 compare("mean of the ratios", mean_of_ratios, verdict, found="computed", options=WORDS)
+print(f"mean of the ratios: {mean:.1f}, and 10 is right")
 
 # %% [markdown]
 # A single estimate of |G|² near zero makes its ratio huge. So both numbers are smoothed, and divided last.
@@ -322,11 +311,7 @@ noisy = [row for row in metrics.read("runs/noise") if "noise_scale" in row]
 plot.lines(
     {"noise scale": [row["noise_scale"] for row in noisy]},
     x=[row["step"] for row in noisy],
-    logy=True,
-    xlabel="step",
-    ylabel="B_simple, samples",
-    title="The noise scale grows while the model learns",
-    alt="The noise scale rises from a few samples to about thirty during 225 steps",
+    caption="06.noise_scale",
 )
 
 # %% [markdown]
@@ -440,13 +425,7 @@ rows = l06_runs.shipped("gpt")
 ways = sweep_table.to_loss(rows, l06_runs.TARGET)
 measured_steps = {way.batch: way.steps for way in ways}
 compare("steps with batch 32", steps_of_32, measured_steps[32], within=1.15)
-plot.sweep(
-    rows,
-    of="steps",
-    target=l06_runs.TARGET,
-    title="GPT: steps to a loss of 2.3 nats per character",
-    alt="At the best rates 1254 steps with batch 4 fall to about 106 with 512 and 1024",
-)
+plot.sweep(rows, of="steps", target=l06_runs.TARGET, caption="06.gpt_sweep")
 
 # %% [markdown]
 # "> 2000" and "> 195" say that at least one of the seeds did not come to the target in the steps that it had: 2,000, or
@@ -481,13 +460,7 @@ print(f"critical batch {critical:.0f} samples of 32 tokens: {32 * critical:.0f} 
 noise = l06_runs.mean_noise_scale("runs/noise")
 if noise is not None:
     print(f"noise scale, mean of the run of section 2: {noise:.0f} samples")
-plot.steps_against_batch(
-    measured_steps,
-    curve,
-    noise_scale=noise,
-    title="Steps to a loss of 2.3 nats per character",
-    alt="Measured steps follow the curve; it bends at a critical batch of about 44",
-)
+plot.steps_against_batch(measured_steps, curve, noise_scale=noise, caption="06.steps")
 
 # %% [markdown]
 # The nine points lie within a few percent of the curve, although the theory was made for plain gradient descent and we
@@ -528,12 +501,7 @@ bills = {devices: devices * part for devices, part in times.items()}
 for devices, part in times.items():
     bill = bills[devices]
     print(f"{devices:2} devices: {part:.2f} of the time, {bill:.2f} of the bill")
-plot.speed_and_price(
-    times,
-    bills,
-    title="Time costs money: 16 samples on each device",
-    alt="From 1 to 16 devices time falls to a third, and device hours grow fivefold",
-)
+plot.speed_and_price(times, bills, caption="06.time_and_price")
 
 # %% [markdown]
 # Fastest and cheapest are the two ends. The question is which doubling is worth its price. From 1 to 2 devices more
@@ -602,8 +570,7 @@ plot.rates_against_batch(
         "square root, from batch 4": middle[4] * (batches / 4) ** 0.5,
         "linear rule, from batch 4": middle[4] * batches / 4,
     },
-    title="Rates that are good for a batch",
-    alt="Good rates rise with the batch and level off, as the formula for AdamW says",
+    caption="06.rates",
 )
 
 # %% [markdown]
@@ -655,13 +622,13 @@ def lengths_of_steps(beta2, spike_at=5000, steps=5200):
         lengths.append(abs(weight.item() - before))
     return lengths
 
-for beta2 in (0.95, 0.999):
-    lengths = lengths_of_steps(beta2)
+by_beta2 = {beta2: lengths_of_steps(beta2) for beta2 in (0.95, 0.999)}
+compare("step with the spike, in rates", spiked_step, by_beta2[0.999][5000])
+for beta2, lengths in by_beta2.items():
     usual = statistics.mean(lengths[4000:5000])
     later = statistics.mean(lengths[5100:])
     print(f"beta2 {beta2}: usually {usual:.2f} rates, {lengths[5000]:.2f} with the "
           f"spike, {later:.3f} from 100 steps after it")
-compare("step with the spike, in rates", spiked_step, lengths[5000])
 
 # %% [markdown]
 # A spike that dwarfs all before it moves a weight by (1 − β1) / √(1 − β2) rates, however large it is: 3.2 with
@@ -735,22 +702,16 @@ status("training at four schedules")
 found = ranks.run(train_at, list(schedules.values()))
 status()
 curves = {}
-for name, (losses, size) in zip(schedules, found):
+for name, (losses, _) in zip(schedules, found):
     curves[name] = (steps[9::10], losses)
-    print(f"{name:20} lowest loss {min(losses):.2f}, weights after 20 steps {size:.2f}")
 TARGET = l06_runs.TARGET
 compare("20 steps", comes_with_20, min(curves["0.1 after 20 steps"][1]) <= TARGET)
 compare("100 steps", comes_with_100, min(curves["0.1 after 100 steps"][1]) <= TARGET)
+for name, (losses, size) in zip(schedules, found):
+    print(f"{name:20} lowest loss {min(losses):.2f}, weights after 20 steps {size:.2f}")
 
 # %% tags=["figure"]
-plot.lines(
-    curves,
-    xlabel="step",
-    ylabel="validation loss, nats per character",
-    title="GPT, batch 256: four ways to begin",
-    reference={"target": TARGET},
-    alt="Only the run with 100 steps of warm-up comes well below the target of 2.3",
-)
+plot.lines(curves, reference={"target": TARGET}, caption="06.beginnings")
 
 # %% [markdown]
 # A warm-up over 20 steps changes next to nothing, so rough averages are not the reason here. A third of the rate helps
@@ -773,13 +734,14 @@ status("training at two more schedules")
 found = ranks.run(train_at, list(gentle.values()))
 status()
 last = {"0.1 all the time": curves["0.1 at once"][1][-1]}
-for name, (losses, size) in zip(gentle, found):
+for name, (losses, _) in zip(gentle, found):
     last[name] = losses[-1]
-    print(f"{name:27} weights after 20 steps {size:.2f}")
-print("loss after 200 steps:", {name: round(loss, 2) for name, loss in last.items()})
 difference = last["0.1 for 20 steps, then 0.01"] - last["0.1 all the time"]
 verdict = "worse" if difference > 0 else "better"
 compare("than the one that stays", than_staying, verdict, options=("better", "worse"))
+for name, (_, size) in zip(gentle, found):
+    print(f"{name:27} weights after 20 steps {size:.2f}")
+print("loss after 200 steps:", {name: round(loss, 2) for name, loss in last.items()})
 
 # %% [markdown]
 # 180 good steps do not make up for 20 bad ones. The printed sizes show a part of what has happened. The weights begin
@@ -845,10 +807,7 @@ check("6.6", diverges, overfits)
 # steps on its own samples, and average the **weights** after that. The picture shows both.
 
 # %% tags=["figure"]
-plot.local_steps(
-    inner_steps=4,
-    alt="With averages at each step the network is busy 8 times, with H = 4 twice",
-)
+plot.local_steps(inner_steps=4, caption="06.local_steps")
 
 # %% [markdown]
 # Above is what lesson 05 built: gradients travel during backward, and here the link is still busy after it. Weights can
@@ -972,12 +931,7 @@ compare("DiLoCo, inner rate 0.01", diloco_is, verdict, options=("better", "worse
 # %% tags=["figure"]
 sent = apart["DiLoCo, H = 10"][1] / apart["each step"][1]
 print(f"H = 10 sends {sent:.2f} of the bytes")
-plot.bars(
-    losses,
-    ylabel="validation loss, nats per character",
-    title="Four copies, 200 steps of 8 samples each",
-    alt="Local SGD is close to meeting at each step, and so is DiLoCo at a lower rate",
-)
+plot.bars(losses, caption="06.four_copies")
 
 # %% [markdown]
 # With the paper's values an outer step goes η / (1 − μ) = 7 times as far as the copies went on average. So DiLoCo at
@@ -1009,11 +963,7 @@ print(f"{1e3 * link_s:.0f} ms")
 status("training over a slow link")
 curves = slow_link.race(ranks)
 status()
-plot.loss_against_cost(
-    curves,
-    title="Four ranks over a link between two cities",
-    alt="In the same time and with fewer bytes local SGD reaches a lower loss",
-)
+plot.loss_against_cost(curves, caption="06.two_cities")
 
 # %%
 for steps in (40, 160):

@@ -235,11 +235,7 @@ questions = list(table["healthy"])
 compare("patient 1", patient_1_shows, first_sign(1), options=questions)
 compare("patient 2", patient_2_shows, first_sign(2), options=questions)
 compare("patient 5", patient_5_shows, first_sign(5), options=questions)
-plot.ward_round(
-    table,
-    title="Where ranks agree and should not, or the other way round",
-    alt="Patients 1, 2 and 5 have filled cells; the other rows are as the healthy one",
-)
+plot.ward_round(table, caption="07.ward_round")
 
 # %% [markdown]
 # Three patients are found, before anybody has read a line of their code. Each has its own sign:
@@ -399,9 +395,9 @@ def fine_tuned_as_advised(rank):
     return before, apart(model)
 
 before, after = max(pair.run(fine_tuned_as_advised))
+compare("the weights differ", weights_differ, after > 0)
 print(f"a weight is at most {before:.4f} from the mean of the ranks")
 print(f"and after 4 steps: {after:.4f}")
-compare("the weights differ", weights_differ, after > 0)
 
 # %% [markdown]
 # The error is gone and the fault is still there: nobody averages the gradients of the new layer. Before, the job
@@ -524,14 +520,14 @@ def running_means(rank, synced):
     means.append(layer.running_mean.item())
     return means
 
-for synced in (True, False):
-    rank_0, rank_1 = pair.run(running_means, synced)
+means_of = {synced: pair.run(running_means, synced) for synced in (True, False)}
+rank_0, rank_1 = means_of[False]
+compare("the same after wrapping", same_after_wrapping, rank_0[0] == rank_1[0])
+compare("the same after forward", same_after_forward, rank_0[1] == rank_1[1])
+for synced, (rank_0, rank_1) in means_of.items():
     print(f"forward_sync_buffers={synced}")
     print(f"    after wrapping:           {rank_0[0]:.3f} and {rank_1[0]:.3f}")
     print(f"    after two forward passes: {rank_0[1]:.3f} and {rank_1[1]:.3f}")
-
-compare("the same after wrapping", same_after_wrapping, rank_0[0] == rank_1[0])
-compare("the same after forward", same_after_forward, rank_0[1] == rank_1[1])
 
 # %% [markdown]
 # With True they differ as well after the last pass, but by one update only: the next forward pass begins with those of
@@ -743,11 +739,7 @@ compare(
     "matched with", matched_with, calls_of_rank_1[place],
     found="counted", options=("gradients 0", "gradients 1", "loss 0"),
 )
-plot.calls(
-    {"rank 0": calls_of_rank_0, "rank 1": calls_of_rank_1},
-    title="Calls are matched by their number, not by their meaning",
-    alt="The first calls match; from the second on each call meets another one",
-)
+plot.calls({"rank 0": calls_of_rank_0, "rank 1": calls_of_rank_1}, caption="07.calls")
 
 # %% [markdown]
 # One number meets a bucket of 18,624. What happens then depends on the backend and on luck: NCCL hangs until its
@@ -958,16 +950,16 @@ messages = pair.run(clinic.messages_in_a_step, False)[0]
 messages_with_search = pair.run(clinic.messages_in_a_step, True)[0]
 checkpointing_gap = max(pair.run(clinic.gradient_gap_with_checkpointing))
 
-print(f"weights after training from other seeds: {weights_gap:.1g} apart")
-print(f"gradient without no_sync(): differs by {accumulation_gap:.1g} (relative)")
-print(f"all-reduces in a step: {messages}, with the search {messages_with_search}")
-print(f"gradient with checkpointing: differs by {checkpointing_gap:.1g} (relative)")
 
 ROUNDING = 1e-6
 compare("1 is true", seeds_must_agree, weights_gap > ROUNDING)
 compare("2 is true", no_sync_is_needed_for_the_gradient, accumulation_gap > ROUNDING)
 compare("3 is true", search_costs_a_message, messages_with_search > messages)
 compare("4 is true", checkpointing_breaks_ddp, checkpointing_gap > ROUNDING)
+print(f"weights after training from other seeds: {weights_gap:.1g} apart")
+print(f"gradient without no_sync(): differs by {accumulation_gap:.1g} (relative)")
+print(f"all-reduces in a step: {messages}, with the search {messages_with_search}")
+print(f"gradient with checkpointing: differs by {checkpointing_gap:.1g} (relative)")
 
 # %% [markdown]
 # Only the third is true:
@@ -1018,18 +1010,11 @@ def mean_stands_there(rank):
 criterion = torch.nn.CrossEntropyLoss()
 tensors = [*criterion.parameters(), *criterion.buffers()]
 weights_gap, averages_gap = pair.run(clinic.gaps_with_batch_norm)[0]
-differences_s = []
+with_link = {}
 for link_s in (0.0, 0.02):
-    step_s, difference_s = pair.run(clinic.step_and_difference, link_s)[0]
-    print(f"link of {1e3 * link_s:.0f} ms: step {1e3 * step_s:.1f} ms", end=", ")
-    print(f"without forward and backward {1e3 * difference_s:.1f} ms")
-    differences_s.append(difference_s)
-more_s = differences_s[1] - differences_s[0]
+    with_link[link_s] = pair.run(clinic.step_and_difference, link_s)[0]
+more_s = with_link[0.02][1] - with_link[0.0][1]
 passes = pair.run(mean_stands_there)
-
-print(f"tensors of a CrossEntropyLoss: {len(tensors)}")
-print(f"with BatchNorm: weights {weights_gap:.1g} apart, averages {averages_gap:.1g}")
-print(f"the test of gradients is passed on rank 0: {passes[0]}, on rank 1: {passes[1]}")
 
 compare("5 is true", the_loss_has_a_device, len(tensors) > 0)
 found = {
@@ -1042,6 +1027,12 @@ differs = found[weights_gap > ROUNDING, averages_gap > ROUNDING]
 compare("6, differs", differs_with_batch_norm, differs, options=found.values())
 compare("7 is true", the_difference_is_communication, more_s > 0.5 * 0.02)
 compare("8, a healthy DDP passes", healthy_ddp_passes, all(passes))
+for link_s, (step_s, difference_s) in with_link.items():
+    print(f"link of {1e3 * link_s:.0f} ms: step {1e3 * step_s:.1f} ms", end=", ")
+    print(f"without forward and backward {1e3 * difference_s:.1f} ms")
+print(f"tensors of a CrossEntropyLoss: {len(tensors)}")
+print(f"with BatchNorm: weights {weights_gap:.1g} apart, averages {averages_gap:.1g}")
+print(f"the test of gradients is passed on rank 0: {passes[0]}, on rank 1: {passes[1]}")
 
 # %% [markdown]
 # None of these is true either:
@@ -1125,13 +1116,13 @@ def outcome(rank, mistake):
 mistakes = {
     "part": part, "targets": targets_elsewhere, "after wrapping": moved_after_wrapping,
 }
-silent = []
+outcomes = {}
 for name, mistake in mistakes.items():
-    has_error, said = pair.run(outcome, mistake)[0]
-    print(f"{name}: {said}")
-    if not has_error:
-        silent.append(name)
+    outcomes[name] = pair.run(outcome, mistake)[0]
+silent = [name for name, (has_error, _) in outcomes.items() if not has_error]
 compare("trains on", trains_on, silent[0], options=mistakes)
+for name, (_, said) in outcomes.items():
+    print(f"{name}: {said}")
 
 # %% [markdown]
 # The first sentence is DDP's. Where an operation meets a CPU and a GPU, PyTorch words the second one otherwise: it begins
@@ -1199,10 +1190,10 @@ def messages_by_step(rank, **options):
 
 searching = pair.run(messages_by_step, find_unused_parameters=True)[0]
 static = pair.run(messages_by_step, static_graph=True)[0]
-print(f"find_unused_parameters=True: {searching}")
-print(f"static_graph=True:           {static}")
 compare("first step", static_in_the_first, static[0], within=1, found="counted")
 compare("third step", static_in_the_third, static[2], within=1, found="counted")
+print(f"find_unused_parameters=True: {searching}")
+print(f"static_graph=True:           {static}")
 
 # %% [markdown]
 # A model whose graph changes, like one that takes one of two branches, breaks the promise: there only the search is
@@ -1409,11 +1400,11 @@ uneven_ms = max(48 * 1, 16 * 3)
 sample_s = [0.001, 0.003]
 even = pair.run(clinic.step_of_unequal_ranks, [32, 32], sample_s)
 uneven = pair.run(clinic.step_of_unequal_ranks, [48, 16], sample_s)
+compare("32 and 32", even_ms, 1e3 * even[1][0], unit="ms", within=1.2)
+compare("48 and 16", uneven_ms, 1e3 * uneven[1][0], unit="ms", within=1.2)
 for rank, (step_s, _) in enumerate(even):
     print(f"rank {rank}, 32 samples: {1e3 * step_s:.0f} ms in a step")
 print(f"gradient norm: 32 and 32 {even[0][1]:.4f}, 48 and 16 {uneven[0][1]:.4f}")
-compare("32 and 32", even_ms, 1e3 * even[1][0], unit="ms", within=1.2)
-compare("48 and 16", uneven_ms, 1e3 * uneven[1][0], unit="ms", within=1.2)
 
 # %% [markdown]
 # Look at the first two printed lines: **both** ranks need nearly 100 ms, although rank 0 has only 32 ms of work. A
@@ -1573,9 +1564,7 @@ plot.bars(
         "2 samples": {"plain": losses[2][0], "synchronised": losses[2][1]},
         "16 samples": {"plain": losses[16][0], "synchronised": losses[16][1]},
     },
-    ylabel="loss of new samples, nats",
-    title="BatchNorm with 2 and with 16 samples a rank",
-    alt="Synchronising takes the loss from 3.5 to 3.3 with 2 samples; with 16 nothing",
+    caption="07.batch_norm",
 )
 
 # %% [markdown]
@@ -1642,14 +1631,7 @@ plot.lines(
         "_16": (measured[16], expected[16]),
     },
     x=widths,
-    logx=True,
-    xlabel="width of the four layers",
-    ylabel="scaling efficiency, 2 ranks",
-    title="Scaling efficiency: samples per message raise it most",
-    from_zero=True,
-    beside=True,
-    alt="Efficiency against the width. The curve with 256 samples per rank lies above "
-        "that with 16; above each a grey area reaches up to the formula",
+    caption="07.efficiency",
 )
 
 # %% [markdown]
@@ -1770,12 +1752,7 @@ for name, steps in steps_of.items():
     lengths_ms = sorted(step.total_ms for step in steps)
     print(f"{name}: a step takes {times[name].total_ms:.1f} ms on average", end=", ")
     print(f"the shortest {lengths_ms[0]:.0f}, the longest {lengths_ms[-1]:.0f}")
-plot.step_breakdown(
-    times,
-    title="Where a step goes, by the size of the buckets",
-    alt="Four bars, one for each choice, with parts for computing, for exposed "
-        "communication and for the rest; messages in one bucket are exposed whole",
-)
+plot.step_breakdown(times, caption="07.buckets")
 
 # %% [markdown]
 # With one bucket of 25 MiB everything is sent after the last gradient, and the recording shows all of it as exposed, or

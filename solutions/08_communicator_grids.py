@@ -67,11 +67,7 @@ ranks = Ranks(4, timeout_s=15)
 
 # %% tags=["figure"]
 shape = GridShape(dp=2, pp=2, tp=4)  # order="tp-cp-dp-pp"
-plot.digits(
-    shape, title="tp changes at every rank, dp at every fourth, pp at every eighth",
-    alt="Sixteen ranks with their coordinates: tp counts 0 to 3 again and again, "
-        "dp changes after four ranks and pp after eight",
-)
+plot.digits(shape, caption="08.digits")
 
 # %% [markdown]
 # Let us do one by hand: rank 6. Divide by the size of the fastest axis: 6 = 1 · 4 + **2**, so tp is 2, and 1 is left.
@@ -93,7 +89,6 @@ other_rank = 13 + 2
 # %% tags=["nbval-check-output"]
 turned = GridShape(dp=2, pp=2, tp=4, order="pp-dp-tp-cp")
 coords = turned.coords(13)
-print(coords)
 compare("tp of rank 13", tp_of_13, coords["tp"], within=1, found="computed")
 compare("dp of rank 13", dp_of_13, coords["dp"], within=1, found="computed")
 compare("pp of rank 13", pp_of_13, coords["pp"], within=1, found="computed")
@@ -101,6 +96,7 @@ for group in turned.groups("dp"):
     if 13 in group:
         other = sum(group) - 13
         compare("other rank along dp", other_rank, other, within=1, found="computed")
+print(coords)
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 8.1 · Coordinates, in any order
@@ -143,11 +139,7 @@ check("8.1", my_coords)
 shape = GridShape(dp=2, pp=2, tp=4)  # the sixteen ranks of section 1
 print("tp groups:", shape.groups("tp"))
 print("dp groups:", shape.groups("dp"))
-plot.grid(
-    shape, color_by="tp", nodes=2,
-    alt="Two nodes of eight ranks; each tensor-parallel group is four neighbours "
-        "on one node",
-)
+plot.grid(shape, color_by="tp", nodes=2, caption="08.groups")
 
 # %% [markdown]
 # How far apart are two neighbours of a group? One step along an axis passes over all the ranks that the faster axes
@@ -164,14 +156,10 @@ partner_of_3 = 3 + 4 * 2
 # %% tags=["figure", "nbval-check-output"]
 turned = GridShape(dp=4, pp=2, tp=2, order="dp-pp-tp-cp")
 first, second = turned.groups("tp")[3]
-print("the tp group of rank 3:", [first, second])
 compare("stride of tp", stride_of_tp, second - first, within=1, found="computed")
 compare("partner of rank 3", partner_of_3, second, within=1, found="computed")
-plot.grid(
-    turned, color_by="tp", nodes=2,
-    alt="Two nodes of eight ranks in the order dp-pp-tp: every tensor-parallel group "
-        "has one rank on each node",
-)
+print("the tp group of rank 3:", [first, second])
+plot.grid(turned, color_by="tp", nodes=2, caption="08.groups_turned")
 
 # %% [markdown]
 # In the usual order the tp groups of these sizes would be neighbours: 0 and 1, 2 and 3, and so on. In this order there
@@ -430,10 +418,7 @@ print(dgx.source)
 
 # %% tags=["figure"]
 small_grid = GridShape(dp=2, tp=2)
-plot.links(
-    small_grid, axes_shown=("tp", "dp"), nodes=2, title="Order tp-dp",
-    alt="Four ranks on two nodes: the two rings of tp stay inside, those of dp cross",
-)
+plot.links(small_grid, axes_shown=("tp", "dp"), nodes=2, caption="08.rings")
 
 # %% [markdown]
 # What is sent along these links in one step of training?
@@ -577,13 +562,7 @@ for axes in itertools.permutations(("tp", "dp", "pp")):
 found = crossing_bytes(model, shape, 8, batch=256)
 compare("tp-dp-pp", usual_order_bytes, found, within=1, unit="B", found="computed")
 by_cost = dict(sorted(crossing_gb.items(), key=lambda item: sum(item[1].values())))
-plot.bars(
-    by_cost, ylabel="GB between nodes in one step", fmt="{:.0f}", logy=True,
-    title="Little crosses with tp fastest, a great deal with tp slowest",
-    alt="Six orders on a logarithmic axis: with tp fastest tens of gigabytes cross at "
-        "most, with tp slowest more than a thousand; with tp in the middle it depends "
-        "on the size of the node",
-)
+plot.bars(by_cost, caption="08.orders")
 
 # %% [markdown]
 # There are 6 orders of tp, dp and pp. On nodes of 8 only the slowest axis crosses, since the two faster ones fill a
@@ -621,11 +600,7 @@ plot.bars(
 # inside the node puts the parts together.
 
 # %% tags=["figure"]
-plot.ways_over_nodes(
-    alt="Two nodes of four GPUs, three times. One ring uses two adapters of each node; "
-        "four rings use all four; and so do two levels, in which messages inside the "
-        "nodes come before and after those between them"
-)
+plot.ways_over_nodes(caption="08.adapters")
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 8.4 · An all-reduce in two levels
@@ -890,14 +865,7 @@ compare("256 GPUs", best_on_256, best_tp(256), within=1, found="computed")
 compare("1,024 GPUs", best_on_1024, best_tp(1024), within=1, found="computed")
 lines = {name: (num_gpus, shares) for name, shares in lost_shares.items()}
 lines["all sharded over dp"] = (num_gpus[:4], everything)
-plot.lines(
-    lines, logx=True, logy=True, xlabel="GPUs, always 512 sequences",
-    ylabel="time lost / time computing",
-    title="What the best grid of each tp loses, and sharding everything",
-    alt="Four lines, one for each tp, climb with the number of GPUs and cross; that of "
-        "sharding everything begins among the lowest and climbs in proportion to the "
-        "number of GPUs",
-)
+plot.lines(lines, caption="08.grids")
 
 # %% [markdown]
 # Each line says what is lost for one second of computing.

@@ -123,10 +123,10 @@ def errors(result, rank=0, p=4):
     }
 
 found = errors(plain[0])
-print("Y is right:", relative_error(plain[0]["y"], whole["y"]) < 1e-12)
 compare("error of a", error_of_a, round(found["a"], 9), within=1)
 compare("error of b", error_of_b, round(found["b"], 9), within=1)
 compare("error of the layer below", error_below, found["below"], within=1.1)
+print("Y is right:", relative_error(plain[0]["y"], whole["y"]) < 1e-12)
 same = torch.equal(plain[0]["below"], plain[1]["below"])
 print("ranks 0 and 1 have the same gradient below:", same)
 
@@ -137,12 +137,7 @@ print("ranks 0 and 1 have the same gradient below:", same)
 # What should have happened? Follow the tensors in this picture. It shows two ranks.
 
 # %% tags=["figure"]
-plot.tensor_parallel_mlp(
-    title="f copies forward and sums backward; g does the opposite",
-    alt="On each of two ranks X passes f, its columns of A, gelu, its rows of B and g, "
-        "and becomes Y; f copies forward and sums backward, g sums forward and copies "
-        "backward",
-)
+plot.tensor_parallel_mlp(caption="09.f_and_g")
 
 # %% [markdown]
 # - Where the MLP **begins**, one X enters several computations. Forward there is nothing to do. Backward, the gradient
@@ -302,11 +297,7 @@ print(f"with a sum both ways, the gradient of a is {too_long:.4g} times as long"
 # after it, and nothing in between:
 
 # %% tags=["figure"]
-plot.column_then_row(
-    title="Columns of A, then rows of B: nothing is sent in between",
-    alt="X is whole; A is cut into two columns, so gelu(X A) is cut into two columns; "
-        "B is cut into two rows, and Y is the sum of two products",
-)
+plot.column_then_row(caption="09.mlp")
 
 # %% [markdown]
 # One thing is confusing here, and everybody stumbles over it once. PyTorch's `nn.Linear` stores the **transpose** of W:
@@ -354,13 +345,13 @@ def shapes_on_a_rank():
     return {name: list(param.shape) for name, param in mlp.named_parameters()}
 
 shapes = ranks.run(shapes_on_a_rank)[0]
-print(shapes)
 numbers = {name: math.prod(shape) for name, shape in shapes.items()}
 of_up = numbers["up.weight"] + numbers["up.bias"]
 of_down = numbers["down.weight"] + numbers["down.bias"]
 compare("up", up_parameters, of_up, within=1, found="counted")
 compare("down", down_parameters, of_down, within=1, found="counted")
 compare("both", held_parameters, of_up + of_down, within=1, found="counted")
+print(shapes)
 
 # %% [markdown]
 # Is the MLP that is cut like this still the same function? `difference(make, shard)` builds the whole module and this
@@ -540,9 +531,9 @@ def shard_by_sections(attention):
 pieces = [f"{kind}{head}" for kind in "qkv" for head in range(4)]
 plain_cut = pieces[:6]
 wanted = ["q0", "q1", "k0", "k1", "v0", "v1"]
-print("a plain cut gives rank 0", " ".join(plain_cut))
 of_use = set(plain_cut) & set(wanted)
 compare("it needs", pieces_needed, len(of_use), within=1, found="counted")
+print("a plain cut gives rank 0", " ".join(plain_cut))
 for shard in (shard_plainly, shard_by_sections):
     differences = ranks.run(difference, make_attention, shard)[0]
     print(f"{shard.__name__}: the same as one process: {is_exact(differences)}")
@@ -565,9 +556,8 @@ plot.cuts(
         "up\n[H, 4H]": ((4 * H, H), columns),
         "down\n[4H, H]": ((H, 4 * H), rows),
     },
-    parts=2, title="Columns, rows; columns, rows (the numbers are ranks)",
-    alt="The fused weight is cut in each of its three sections into columns, up into "
-        "columns, the two output projections into rows",
+    parts=2,
+    caption="09.cuts",
 )
 
 # %% [markdown]
@@ -675,13 +665,7 @@ at_4096 = largest["a node each", 4096]
 at_12288 = largest["a node each", 12288]
 compare("largest p, H = 4096", largest_at_4096, at_4096, within=1, found="computed")
 compare("largest p, H = 12288", largest_at_12288, at_12288, within=1, found="computed")
-plot.lines(
-    curves, logx=True, logy=True, xlabel="ranks of tp", beside=True,
-    ylabel="time communicating / computing", reference={"equally long": 1},
-    title="Tensor parallelism belongs inside the node",
-    alt="The ratio grows with the ranks; NVLink stays below one up to the 8 ranks of a "
-        "node, with a node each it reaches one by 4 ranks at width 4096, by 8 at 12288",
-)
+plot.lines(curves, caption="09.links")
 
 # %% [markdown]
 # On NVLink the ratio stays below one up to the 8 GPUs of a node, with a node for each rank it reaches one with few
@@ -750,11 +734,7 @@ check("9.4", my_swiglu, ranks)
 # - `Partial()`: every rank holds a summand as large as the whole. The tensor is the sum, which nobody has computed yet.
 
 # %% tags=["figure"]
-plot.layouts(
-    title="Four layouts of one tensor over two ranks",
-    alt="A tensor of two by two numbers: replicated, cut into rows, cut into columns, "
-        "and partial, where the two ranks hold summands of it",
-)
+plot.layouts(caption="09.layouts")
 
 # %% [markdown]
 # A DTensor needs the device mesh of the ranks that share it, here that of our tensor-parallel groups.
@@ -1128,23 +1108,13 @@ for name, of_ranks in runs.items():
 losses = {"one process": truth}
 for name, of_ranks in runs.items():
     losses[name] = of_ranks[0][0]
-plot.lines(
-    losses, x=range(1, 16), xlabel="step", ylabel="loss (nats)", wide="one process",
-    title="A GPT whose f is forgotten learns as well",
-    alt="Both grids lie on the curve of one process; the run without f falls beside it",
-)
+plot.lines(losses, x=range(1, 16), wide="one process", caption="09.without_f")
 
 # %% tags=["figure"]
 off = {}
 for name, of_ranks in runs.items():
     off[name] = (of_ranks[0][0] - truth).abs().clamp(min=1e-17)
-plot.lines(
-    off, x=range(1, 16), logy=True, xlabel="step", beside=True,
-    ylabel="difference from one process (nats)",
-    title="Numbers tell what the curve does not", reference={"allowed: 1e-9": 1e-9},
-    alt="Both grids differ from one process by less than 1e-12, the run without f by a "
-        "thousandth and more from the second step on",
-)
+plot.lines(off, x=range(1, 16), caption="09.differences")
 
 # %% [markdown]
 # The broken run falls as far as the true one; another seed changes the fall more than the mistake does. AdamW helps to

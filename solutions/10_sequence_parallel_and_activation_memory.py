@@ -89,13 +89,13 @@ left = forward_after_gb / forward_before_gb
 published_whole = (left * 4 - 1) / (4 - 1)
 published_efficiency = rate_per_gpu_after / rate_per_gpu_before
 
-print(f"forward adds {forward_before_gb:.1f} GB on one rank")
-print(f"and {forward_after_gb:.1f} GB on each of four")
-print(f"efficiency: {published_efficiency:.2f}, whole share: {published_whole:.2f}")
 above = published_efficiency > 0.5
 more = published_whole > 0.5
 compare("efficiency above a half", efficiency_above_half, above, found="published")
 compare("more than half is whole", more_than_half_is_whole, more, found="published")
+print(f"forward adds {forward_before_gb:.1f} GB on one rank")
+print(f"and {forward_after_gb:.1f} GB on each of four")
+print(f"efficiency: {published_efficiency:.2f}, whole share: {published_whole:.2f}")
 
 # %% [markdown]
 # An efficiency of 34 % means that 16 GPUs do the work of little more than five. The log does not say where the rest
@@ -141,12 +141,7 @@ compare("more than half is whole", more_than_half_is_whole, more, found="publish
 # keeps GELU's output, and both have 4 h features: 4 + 4.
 
 # %% tags=["figure"]
-plot.kept(
-    "mlp",
-    title="The MLP keeps 10 numbers per token and feature",
-    alt="Norm and up keep one number for each token and feature, "
-        "GELU and down keep four each",
-)
+plot.kept("mlp", caption="10.mlp")
 
 # %% [markdown]
 # In 16-bit numbers, 2 bytes each, these are 20 s b h bytes. If there is dropout behind `down`, its mask adds 1 · s b h
@@ -297,12 +292,7 @@ compare("always whole, ours", always_whole_in_ours, ours_left, within=1.02)
 # The picture shows what is left of the 16 numbers on one of four ranks.
 
 # %% tags=["figure"]
-plot.kept(
-    "layer", 4,
-    title="On one of four ranks: 4 + 12/4 = 7 of 16 numbers are left",
-    alt="Inputs of norms, qkv and up are whole on each of four ranks; "
-        "what attention, GELU, proj and down keep is a quarter",
-)
+plot.kept("layer", 4, caption="10.layer")
 
 # %% [markdown]
 # Counting 16 and 7 numbers falls short by less than one percent. What is missing are statistics: the mean and the
@@ -402,9 +392,9 @@ def numbers_kept(layer, x):
 x = torch.randn(4, 256, 128, requires_grad=True)
 todays = numbers_kept(TodaysLayer(128, 448, heads=8, kv_heads=1), x)
 one_norm = numbers_kept(nn.RMSNorm(128), x)
+compare("more than GPT-3's 34 bytes", keeps_more_than_gpt3, bool(2 * todays > 34))
 print(f"today's layer: {todays:.1f} numbers, in 16 bits {2 * todays:.0f} bytes")
 print(f"one RMSNorm on a CPU: {one_norm:.1f} numbers")
-compare("more than GPT-3's 34 bytes", keeps_more_than_gpt3, bool(2 * todays > 34))
 
 # %% [markdown]
 # SwiGLU costs more than grouped queries save. Count it: 2 for the norms, 1 for the input of q, k and v, 1 + 1/8 + 1/8
@@ -439,12 +429,7 @@ compare("more than GPT-3's 34 bytes", keeps_more_than_gpt3, bool(2 * todays > 34
 # | Li et al. 2021, and ring attention | the whole layer; keys and values go round a ring (lesson 11) | context parallel |
 
 # %% tags=["figure"]
-plot.around_a_layer(
-    alt="With tensor parallelism both ranks hold all tokens everywhere, and an "
-        "all-reduce follows the products; with sequence parallelism an all-gather "
-        "comes before and a reduce-scatter after them, and outside each rank holds "
-        "its own tokens",
-)
+plot.around_a_layer(caption="10.around_a_layer")
 
 # %% [markdown]
 # In the picture a square is a tensor on one rank. Its upper half holds the first half of the tokens, which belong to
@@ -719,13 +704,7 @@ formulas = {
     "tp, GPT-3, formula": (sizes, [kept_share(t, False) for t in sizes]),
     "tp + sequence, GPT-3, formula": (sizes, [kept_share(t, True) for t in sizes]),
 }
-plot.lines(
-    formulas | measured, logx=True, xlabel="ranks of tp", ylabel="kept, one rank = 1",
-    reference={"10/34": 10 / 34},
-    title="Tensor parallelism alone levels off at 10/34",
-    alt="With tensor parallelism alone the kept share flattens at 0.29; "
-        "with sequence parallelism it falls as one over t; our points lie near",
-)
+plot.lines(formulas | measured, reference={"10/34": 10 / 34}, caption="10.kept")
 
 # %% [markdown]
 # (Our layer has no dropout masks, so it levels off at 4/16, and its point for tensor parallelism lies a little below
@@ -942,12 +921,7 @@ apart = {
     "rank 0 from rank 3, no sum": (wrong_copies - wrong_on_rank_3).norm(dim=1),
     "rank 0 from rank 3, with the sum": (right_copies - right_on_rank_3).norm(dim=1),
 }
-plot.lines(
-    apart, xlabel="step", ylabel="distance of the norms' weights", marks=False,
-    title="Without the sum, the norms of two ranks drift apart from the first step",
-    alt="With the sum the norms of two ranks stay equal; without it they move apart "
-        "more than half as far as they move from their start",
-)
+plot.lines(apart, caption="10.norms")
 
 # %% [markdown]
 # The losses of the two runs stay within a tenth of their fall, and nobody would notice that in a curve: AdamW divides

@@ -207,12 +207,7 @@ check("11.1", my_merge)
 # keys of the rank before it, and so on. After p - 1 messages all parts have been everywhere.
 
 # %% tags=["figure"]
-plot.ring_attention(
-    4,
-    title="After three messages every part of K and V has been on every rank",
-    alt="In step 0 each rank has its own keys and values; in each step they move on "
-        "by one rank, so that in step 3 the keys of rank 0 are on rank 3",
-)
+plot.ring_attention(4, caption="11.ring")
 
 # %% [markdown]
 # In the picture a row is a rank. Its queries Q stay, and the keys and values K V move down by one row in each step. The
@@ -433,13 +428,7 @@ print("and so is dv:", torch.allclose(dv, v.grad))
 # with their keys. Each rank adds its own term, and in the end the sums come home.
 
 # %% tags=["figure"]
-plot.ring_gradients(
-    4,
-    title="After the last step, one more message brings every sum home",
-    alt="The sum of the gradients of each rank's keys moves on with the keys and "
-        "collects a term on every rank that sees them; after a last message it is "
-        "at home",
-)
+plot.ring_gradients(4, caption="11.gradients")
 
 # %% [markdown]
 # In the picture, d0 is the sum of dK and dV for the keys of rank 0. The filled places say whose terms are in it after
@@ -584,8 +573,6 @@ def operations(compute, *inputs):
 exact = ranks.run(beside_one_process, with_ring, "contiguous", torch.float64)[3]
 short = ranks.run(beside_one_process, with_ring, "contiguous", torch.bfloat16)[3]
 kv_bytes = 2 * torch.empty(1, 4, 1024 // 4, 32, dtype=torch.bfloat16).nbytes
-print(f"output and gradients of one process to 1e-12: {exact.off < 1e-12}")
-print(f"kept for backward on rank 3: {short.kept_bytes / kv_bytes:.2f} kv")
 
 x = torch.zeros(16, 8)
 forward_work = operations(attend, x, x, x)
@@ -596,6 +583,8 @@ sent_bytes = short.forward_bytes + short.backward_bytes
 how = {"within": 1.01, "found": "counted"}
 compare("the ring sends", ring_bytes, sent_bytes, unit="B", **how)
 compare("times as long", times_as_long, more_bytes / more_work, **how)
+print(f"output and gradients of one process to 1e-12: {exact.off < 1e-12}")
+print(f"kept for backward on rank 3: {short.kept_bytes / kv_bytes:.2f} kv")
 
 # %% [markdown]
 # In all a rank sends 4 (p - 1) kv. (In the laboratory's float64 the sums are no wider than K and V, and it is 3 (p -
@@ -618,12 +607,7 @@ compare("times as long", times_as_long, more_bytes / more_work, **how)
 # of the ring in which its keys are there.
 
 # %% tags=["figure"]
-plot.causal(
-    4, ("contiguous",),
-    title="Later ranks have more tiles",
-    alt="The causal mask in the contiguous layout: rank 3 has a broad band of tiles, "
-        "rank 0 a small corner",
-)
+plot.causal(4, ("contiguous",), caption="11.contiguous")
 
 # %% [markdown]
 # Count a full tile as 1 and a half one as 1/2. Rank 1 has 1 + 1 + 1 + 1 tiles on the keys of rank 0, and 1 + 2 · 1/2 on
@@ -706,12 +690,7 @@ check("11.4", my_chunks, my_block)
 # code). Look for rank 0 on both sides, and count the tiles of one step.
 
 # %% tags=["figure"]
-plot.causal(
-    4,
-    title="With zig-zag all ranks have the same number of tiles in each step",
-    alt="On the left rank 3 has a broad band and rank 0 a corner; "
-        "on the right, zig-zag, each rank has a short and a long row of tiles",
-)
+plot.causal(4, caption="11.zigzag")
 
 # %% tags=["nbval-check-output"]
 print("tiles, contiguous:", tiles_of_ranks("contiguous"))
@@ -787,13 +766,7 @@ print("zig-zag, ms of each rank:", [round(ms) for ms in zigzag_ms])
 # colour and the number of a square name the rank that holds these tokens of this head.
 
 # %% tags=["figure"]
-plot.ulysses(
-    4,
-    title="One all-to-all turns own tokens into own heads, another one back",
-    alt="Before attention each rank holds a row, its tokens of all heads; an "
-        "all-to-all turns it into a column, all tokens of its head, and a second one "
-        "turns it back",
-)
+plot.ulysses(4, caption="11.ulysses")
 
 # %% [markdown]
 # labcode's `all_to_all(x, group, 1, 2)` is such a swap: it cuts dim 1, the heads, into p pieces, sends piece r to rank
@@ -841,15 +814,14 @@ ways = {
     "all-to-all": (with_ulysses, "contiguous"),
 }
 sent_kv = {}
+rows = []
 for g in (1, 4):
     for name, (way, layout) in ways.items():
         heads = {"heads": 16, "key_heads": 16 // g}
         exact = ranks.run(beside_one_process, way, layout, torch.float64, **heads)[3]
         short = ranks.run(beside_one_process, way, layout, torch.bfloat16, **heads)[3]
         sent_kv[g, name] = (short.forward_bytes + short.backward_bytes) / kv_bytes
-        kept_kv = short.kept_bytes / kv_bytes
-        print(f"g = {g}, {name:10} sends {sent_kv[g, name]:5.2f} kv", end=", ")
-        print(f"rank 3 keeps {kept_kv:.2f}; right to 1e-12: {exact.off < 1e-12}")
+        rows.append((g, name, short.kept_bytes / kv_bytes, exact.off < 1e-12))
 
 is_less = sent_kv[4, "gather"] < sent_kv[4, "all-to-all"]
 less = "gather" if is_less else "all-to-all"
@@ -859,6 +831,9 @@ found = sent_kv[1, "all-to-all"]
 compare("all-to-all, g = 1", ulysses_kv, found, within=1, unit="kv", found="counted")
 options = ("gather", "all-to-all")
 compare("less for g = 4", less_for_g_4, less, found="counted", options=options)
+for g, name, kept_kv, is_right in rows:
+    print(f"g = {g}, {name:10} sends {sent_kv[g, name]:5.2f} kv", end=", ")
+    print(f"rank 3 keeps {kept_kv:.2f}; right to 1e-12: {is_right}")
 
 # %% [markdown]
 # | for a given model, in kv of g = 1 | ring | gather | all-to-all |
@@ -924,12 +899,7 @@ ranks.run(ring_with_dropout)
 # each.
 
 # %% tags=["figure"]
-plot.causal(
-    4, ("zigzag",), documents=(4, 1, 1, 1, 1),
-    title="What a document mask leaves",
-    alt="Along the diagonal of the mask stand a large triangle of four chunks and four "
-        "small ones of one chunk; the rank of each row is that of zig-zag",
-)
+plot.causal(4, ("zigzag",), documents=(4, 1, 1, 1, 1), caption="11.documents")
 
 # %% [markdown]
 # **Predict.** How many times a fair share does the busiest rank compute?
@@ -943,9 +913,9 @@ from labcode.teach.figures import attention as masks
 work = [0.0] * 4
 for (query, key), (owner, _) in masks.tiles(4, "zigzag", (4, 1, 1, 1, 1)).items():
     work[owner] += 0.5 if query == key else 1.0
-print("tiles of each rank:", work)
 found = max(work) / (sum(work) / 4)
 compare("busiest / fair share", busiest_to_fair, found, within=1.02, found="counted")
+print("tiles of each rank:", work)
 
 # %% [markdown]
 # Zig-zag pairs a token that sees few keys with one that sees many, and it takes for granted that the late one sees
@@ -1133,8 +1103,10 @@ faster_at_nersc = "cp"
 less_memory_at_nersc = "cp"
 
 # %% tags=["nbval-check-output"]
-samples_per_s = {"tp": 126.4, "cp": 165.6, "tp, Transformer Engine": 156.8}
-gib_in_use = {"tp": 29.3, "cp": 26.6, "tp, Transformer Engine": 21.3}
+from labcode.teach.labs import papers
+
+samples_per_s = papers.NERSC_SAMPLES_PER_S
+gib_in_use = papers.NERSC_GIB_IN_USE
 WAYS = ("tp", "cp")
 faster = max(WAYS, key=samples_per_s.get)
 less = min(WAYS, key=gib_in_use.get)
@@ -1174,7 +1146,7 @@ for kernel in ("flash2", "flash3"):
 # And the weights? tp cuts them, and cp by itself does not. That was long a reason to begin with tp. But sharded data
 # parallelism (FSDP, lesson 13) cuts weights, gradients and optimizer over **all** ranks that hold the same weights,
 # those of dp and of cp: on 64 GPUs the 115 GB of our model become 1.8 GB each. Its messages hide if a rank has some
-# 2000 tokens in a micro-batch (lesson 13, section 5), and with long sequences it has more. So:
+# 2000 tokens in a micro-batch (lesson 13b, section 5), and with long sequences it has more. So:
 #
 # 1. FSDP over dp × cp cuts the weights.
 # 2. If one sequence is still too long, take cp inside the node, **before tp**, and beyond the node while the parts are

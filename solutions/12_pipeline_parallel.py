@@ -51,11 +51,7 @@ STAGE_S = StageTimes(forward_s=0.030, input_s=0.030, weight_s=0.030)
 # this.
 
 # %% tags=["figure"]
-plot.stages(
-    4, 4, title="Between two ranks travel one activation and one gradient",
-    alt="Four ranks in a row hold four layers each; activations go from left to right "
-        "after F, gradients from right to left after B",
-)
+plot.stages(4, 4, caption="12.stages")
 
 # %% [markdown]
 # - **F**, the forward of a stage: the rank takes its input x, runs its layers, and sends its output y to the next rank.
@@ -523,9 +519,9 @@ def held_after_each(rank, name):
 
 with_gpipe = ranks.run(held_after_each, "gpipe")[0]
 with_1f1b = ranks.run(held_after_each, "1f1b")[0]
-print(f"GPipe holds up to {max(with_gpipe):.0f} times the bytes of one micro-batch")
 most = round(max(with_1f1b), 3)
 compare("1F1B, bytes of rank 0", kept_by_first, most, within=1, found="counted")
+print(f"GPipe holds up to {max(with_gpipe):.0f} times the bytes of one micro-batch")
 
 # %% [markdown]
 # A memory profile of the first stage shows these bytes over time. We draw them where the simulation has the actions.
@@ -544,10 +540,7 @@ def over_time(name, held):
 
 plot.lines(
     {"GPipe": over_time("gpipe", with_gpipe), "1F1B": over_time("1f1b", with_1f1b)},
-    marks=False, xlabel="ms", ylabel="micro-batches that rank 0 holds",
-    title="While the first stage waits, its memory stands still",
-    alt="GPipe climbs to eight micro-batches, stays there and falls; 1F1B climbs to "
-        "four, stays there for 180 ms, then goes up and down between three and four",
+    caption="12.memory",
 )
 
 # %% [markdown]
@@ -838,10 +831,10 @@ def step_units(layers_of_ranks, head=2):
     times = [StageTimes(work, work, work) for work in units]
     return simulate(schedule("1f1b", 4, 16), times).total_s
 
-print("4, 4, 3, 3 takes", step_units((4, 4, 3, 3)), "units;", end=" ")
-print("4, 4, 4, 2 takes", step_units((4, 4, 4, 2)))
 ratio = step_units((4, 4, 3, 3)) / step_units((4, 4, 4, 2))
 compare("even, against balanced", times_as_long, ratio, within=1.1, found="simulated")
+print("4, 4, 3, 3 takes", step_units((4, 4, 3, 3)), "units;", end=" ")
+print("4, 4, 4, 2 takes", step_units((4, 4, 4, 2)))
 
 # %% [markdown]
 # The ratio is a little less than 5/4, because only the m micro-batches go at the pace of the slowest stage. While the
@@ -866,12 +859,7 @@ compare("even, against balanced", times_as_long, ratio, within=1.1, found="simul
 # The backward of a linear layer, $y = x A^\top$, computes two things, and only one of them is urgent.
 
 # %% tags=["figure"]
-plot.halves(
-    title="Only one half of a backward is urgent",
-    alt="The input half I gives the gradient of x, which the rank before waits for; "
-        "the weight half W gives the gradient of A, which nobody waits for "
-        "before the optimizer",
-)
+plot.halves(caption="12.halves")
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 12.4 · Put the weight's half off
@@ -1082,12 +1070,7 @@ for name in ("gpipe", "1f1b", "zero_bubble", "interleaved"):
     shown[name] = {"formula": formula, "measured": measured}
 
 # %% tags=["figure"]
-plot.bars(
-    shown, ylabel="bubble / work", fmt="{:.3f}",
-    title="Two ways to a smaller bubble: halves of a backward, or shorter stages",
-    alt="GPipe and 1F1B have the same bubble, interleaved has half of it and "
-        "zero bubble a third; the measured bars are a little longer",
-)
+plot.bars(shown, caption="12.bubbles")
 
 # %% [markdown]
 # The memory is exact, because it follows from the order alone. The measured times are longer than the simulated ones,
@@ -1192,7 +1175,7 @@ check("12.5", choose)
 #    the gradients, for 1.7 billion parameters in 16 bits some 7 GB. But it sends them once in a step and can hide them
 #    behind backward, it has no bubble, and the model stays as it is.
 # 2. **If not, shard it over the data-parallel ranks**, as long as each GPU has enough tokens. The model's code still
-#    stays as it is. Half as many bytes again are sent, in each micro-batch. Lesson 13, section 5, derives from how many
+#    stays as it is. Half as many bytes again are sent, in each micro-batch. Lesson 13b, section 5, derives from how many
 #    tokens on they hide behind computing.
 # 3. **With fewer tokens, use tensor parallelism**, as little as needed, and never across nodes. Add sequence
 #    parallelism: it sends a quarter more bytes, and they can travel behind computing (lesson 10).
@@ -1232,23 +1215,12 @@ def first_choice(num_parameters):
 
 # %% tags=["nbval-check-output"]
 from labcode.config import GPTConfig
+from labcode.teach.labs import papers
 
-PUBLISHED = (  # hidden size, layers, GPUs, tp, pp, sequences in a batch
-    (2304, 24, 32, 1, 1, 512),
-    (3072, 30, 64, 2, 1, 512),
-    (4096, 36, 128, 4, 1, 512),
-    (6144, 40, 256, 8, 1, 1024),
-    (8192, 48, 512, 8, 2, 1536),
-    (10240, 60, 1024, 8, 4, 1792),
-    (12288, 80, 1536, 8, 8, 2304),
-    (16384, 96, 1920, 8, 16, 2160),
-    (20480, 105, 2520, 8, 35, 2520),
-    (25600, 128, 3072, 8, 64, 3072),
-)
-_, _, _, tp, pp, _ = PUBLISHED[4]  # 39.1 billion parameters
+_, _, _, tp, pp, _ = papers.MEGATRON_LAYOUTS[4]  # 39.1 billion parameters
 compare("tp and pp", choice_for_39_billion, (tp, pp), found="published")
 print("parameters  GPUs  our tp, pp  published   dp  m, 1 sequence each  bubble / work")
-for hidden, num_layers, gpus, tp, pp, sequences in PUBLISHED:
+for hidden, num_layers, gpus, tp, pp, sequences in papers.MEGATRON_LAYOUTS:
     shape = GPTConfig(
         vocab_size=51200, context_length=2048, num_layers=num_layers, num_heads=8,
         hidden_size=hidden,
@@ -1281,7 +1253,7 @@ for hidden, num_layers, gpus, tp, pp, sequences in PUBLISHED:
 # | does not fit on a node, with fewer tokens | several nodes | tp 8, pp until it fits, dp with the rest; m at least 4 pp |
 # | any, and the activations of one sequence do not fit | | as above, and cp before you add stages |
 #
-# The second row is lesson 13's, and the other four of the first five follow from the rule above. That m should be at least 4 pp is the advice of the GPipe paper
+# The second row is that of lessons 13 and 13b, and the other four of the first five follow from the rule above. That m should be at least 4 pp is the advice of the GPipe paper
 # (section 2.3); the bubble is then less than a quarter of the work. The last row is the order in which Llama 3 adds
 # its axes: tensor, context, pipeline, data (Llama Team 2024, section 3.3.2).
 #

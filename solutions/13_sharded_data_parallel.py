@@ -11,25 +11,23 @@
 # ---
 
 # %% [markdown]
-# # 13 · Sharded data parallel: ZeRO and FSDP
+# # 13 · ZeRO: sharded data parallel
 #
 # Data parallelism copies the whole model to every rank. All copies hold the same weights, keep the same optimizer state
 # and compute the same update. In this lesson you remove the copies, one kind after the other, until nothing is kept
-# twice. What you end up with is called ZeRO in DeepSpeed and FSDP in PyTorch.
+# twice. What you end up with is called ZeRO in DeepSpeed and FSDP in PyTorch. Lesson 13b takes it to real sizes: how
+# many tokens hide the messages, what changes over several nodes, and a whole script with PyTorch's FSDP2.
 #
 # ## Goals
 #
 # - predict what a rank keeps for weights, gradients and optimizer at each stage of ZeRO, and measure it;
 # - write an optimizer whose state is divided over the ranks;
-# - write a layer that keeps a part of its weight and borrows the rest, in forward and in backward;
-# - count what each stage sends, and say how many tokens for each GPU hide it;
-# - say when sharding is better than tensor parallelism and when it is not;
-# - choose units, prefetch, resharding and hybrid sharding for a model and a cluster;
-# - write a training script with FSDP2 that computes in bfloat16 and that any number of ranks can continue.
+# - count what each stage sends, and say why stages 1 and 2 send no more than DDP;
+# - write a layer that keeps a part of its weight and borrows the rest, in forward and in backward.
 #
-# **Time**: 290 minutes, and 20 more for what is optional. Good places for a break are after sections 2, 4 and 6. If you
-# came for FSDP2 alone, take sections 1, 4 (without exercise 13.4), 5 and 7. **Needs**: lessons 01 (sections 2, 4 and
-# 6), 04 (sections 4 and 7), 05 (sections 2 and 3), 08 (sections 2 and 5) and 09 (section 4).
+# **Time**: 164 minutes. Good places for a break are after sections 2 and 3. If you came for FSDP2 alone, take sections 1
+# and 4 (without exercise 13.4), and then lesson 13b. **Needs**: lessons 01 (sections 2, 4 and 6), 04 (section 4) and 05
+# (sections 2 and 3).
 
 # %%
 import torch
@@ -79,11 +77,7 @@ def count(calls, kind):
 # bytes of a parameter. The white parts of a box are kept by other ranks.
 
 # %% tags=["figure"]
-plot.zero(
-    4, title="Each stage divides one kind more",
-    alt="Four ranks each keep all 16 bytes without ZeRO, 7 at stage 1, 5.5 at stage 2 "
-        "and 4 at stage 3; the parts that they keep do not overlap",
-)
+plot.zero(4, caption="13.stages")
 
 # %% [markdown]
 # For example, one billion parameters on 4 ranks take 16 GB on each rank without ZeRO. At stage 1 they take 2 + 2 + 12/4
@@ -99,10 +93,11 @@ stage_2_gb = 7.5 * (2 + 14 / 64)
 stage_3_gb = 7.5 * (16 / 64)
 
 # %% tags=["nbval-check-output"]
-compare("without ZeRO, GB", without_gb, 120, within=1.07, found="published")
-compare("stage 1, GB", stage_1_gb, 31.4, within=1.07, found="published")
-compare("stage 2, GB", stage_2_gb, 16.6, within=1.07, found="published")
-compare("stage 3, GB", stage_3_gb, 1.9, within=1.07, found="published")
+from labcode.teach.labs import papers
+
+guesses = (without_gb, stage_1_gb, stage_2_gb, stage_3_gb)
+for guess, (name, published_gb) in zip(guesses, papers.ZERO_GB.items()):
+    compare(f"{name}, GB", guess, published_gb, within=1.07, found="published")
 
 # %% [markdown]
 # 120 GB fit on no GPU of that time. 31.4 GB would fill one with 32 GB, and stage 3 needs 1.9 GB. However many ranks
@@ -119,8 +114,8 @@ compare("stage 3, GB", stage_3_gb, 1.9, within=1.07, found="published")
 # The model is first made on the **meta device**, where a tensor has a shape and a dtype but no memory. So no rank ever
 # holds all of it: `parallelize` gives each rank its own part, with values. `held_bytes` adds up the memory behind all
 # weights, gradients and optimizer tensors, and `counted` notes the collectives. After the optimizer's step
-# `gather_parameters()` does what a stage needs so that the next forward finds the new weights. `library` and `replicas`
-# are used in sections 4 and 6.
+# `gather_parameters()` does what a stage needs so that the next forward finds the new weights. `library` is used in
+# section 4, and `replicas` in lesson 13b.
 
 # %% tags=["by-hand"]
 from labcode.comm.grid import Grid
@@ -177,11 +172,11 @@ def bytes_for_each(run):
     """On the rank that holds the most."""
     return max(held for held, _, _ in run) / CONFIG.num_parameters
 
-print(f"{CONFIG.num_parameters:,} parameters")
 compare("stage 0", bytes_at_stage_0, bytes_for_each(by_stage[0]), within=1.01)
 compare("stage 1", bytes_at_stage_1, bytes_for_each(by_stage[1]), within=1.01)
 compare("stage 2", bytes_at_stage_2, bytes_for_each(by_stage[2]), within=1.01)
 compare("stage 3", bytes_at_stage_3, bytes_for_each(by_stage[3]), within=1.01)
+print(f"{CONFIG.num_parameters:,} parameters")
 
 # %% [markdown]
 # That is the formula, on the rank that holds the most, but for small weights that 4 ranks cannot divide evenly.
@@ -309,7 +304,7 @@ show_source(optimizer.ShardedOptimizer.step)
 # %% [markdown]
 # And this is PyTorch's own stage 1, `ZeroRedundancyOptimizer`, around the same AdamW. It does not cut weights: each
 # whole weight has one rank that keeps its state, updates it and broadcasts it. (It works in PyTorch 2.13, but PyTorch's
-# developers say that it is not maintained: issue 155952 of 2025. For a long run of your own take FSDP2 of section 7, or
+# developers say that it is not maintained: issue 155952 of 2025. For a long run of your own take FSDP2 (lesson 13b), or
 # Megatron-LM's optimizer of section 3.) Both train the same model here.
 
 # %% tags=["nbval-check-output"]
@@ -404,7 +399,8 @@ compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
 # Equal bytes are not equal time, however. DDP's all-reduce travels while backward computes (lesson 05, section 2). Of
 # the two halves only the reduce-scatter still does. The all-gather stands after the optimizer, when nothing is left to
 # compute that could hide it. Large runs therefore send the weights in buckets, and each layer of the **next** forward
-# waits only for its own: in Megatron-LM this is `--overlap-param-gather`. Section 5 says how many tokens hide it there.
+# waits only for its own: in Megatron-LM this is `--overlap-param-gather`. Lesson 13b, section 5, says how many
+# tokens hide it there.
 #
 # Stage 2 differs from this stage 1 in memory only. Once a bucket of gradients has been sent, the rank keeps the
 # averages of its own rows and frees the rest, while backward goes on.
@@ -488,16 +484,11 @@ check("13.3", average_own_rows, ranks)
 #     backward    all-gather the weight again -> compute -> reshard -> reduce-scatter the gradient
 #
 # In practice not each weight is gathered by itself. Those that are gathered together, usually all of one layer, are a
-# **unit**. In the picture the weights of the next unit already travel while one computes; section 5 is about that.
+# **unit**. In the picture the weights of the next unit already travel while one computes; lesson 13b is about
+# that.
 
 # %% tags=["figure"]
-plot.zero_steps(
-    title="The all-gather after the optimizer moves to where the weights are used",
-    alt="Data parallelism all-reduces gradients in backward; stages 1 and 2 "
-        "reduce-scatter them and all-gather weights after the optimizer; stage 3 "
-        "gathers the weights of each unit before its forward and again before its "
-        "backward, and reduce-scatters the gradients of each unit",
-)
+plot.zero_steps(caption="13.steps")
 
 # %% [markdown]
 # After the optimizer nothing has to travel: each rank has updated its rows, and the next forward gathers them. In all
@@ -751,13 +742,11 @@ for name, shard in {"by hand    ": by_hand, "FSDP2      ": by_torch}.items():
 # %% [markdown]
 # The mean of the four ranks is the loss of one process, step after step. On GPUs the same lines run under `torchrun`,
 # where `fully_shard` finds the GPU of each rank. A model too large for one device is made on the meta device; after
-# `fully_shard`, `model.to_empty(device=...)` gives memory to this rank's rows, and they get their values. Section 7
-# makes a whole script of it, with mixed precision and checkpoints.
+# `fully_shard`, `model.to_empty(device=...)` gives memory to this rank's rows, and they get their values. Lesson
+# 13b, section 7, makes a whole script of it, with mixed precision and checkpoints.
 #
 # **Takeaway: stage 3 keeps 1/p of everything. It gathers each unit twice and sends half as much again as data
 # parallelism.**
-#
-# This is a good place for a break.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Most of the time goes to the exercise. Let people write `gather` and `reshard` first and run the
@@ -767,848 +756,22 @@ for name, shard in {"by hand    ": by_hand, "FSDP2      ": by_torch}.items():
 # module? (It has to run before the backward of this layer, and only a hook on its output's gradient does.)
 
 # %% [markdown]
-# ## 5. Units, prefetch, and how many tokens hide the messages (core, 40 min)
-#
-# Three choices are left, and each trades time for memory.
-#
-# **How large is a unit?** If each weight is a unit of its own, there are many small messages. If the whole model is one
-# unit, all weights are whole at the same time, and that is the moment which has to fit. In between is one unit for each
-# layer, the usual choice.
-#
-# **Prefetch.** While a layer computes, the weights of the next one can already travel. Then two units are whole at the
-# same time, or arriving.
-#
-# **Reshard after forward, or not?** If the weights stay whole until backward has used them, they need not be gathered
-# again. Then at the end of forward all of them are in memory.
-#
-# On two cores we cannot see what prefetch gains, because here sending costs the same cores that compute. So the next
-# experiment is emulated, as in lesson 05, section 4. The ranks, hooks and collectives are labcode's own. But each layer
-# sleeps for as long as a device would compute, and each message arrives as late as over a link that carries one at a
-# time. There are 6 layers. Forward of a layer takes 20 ms and backward 40 ms. To gather a layer's weights takes 15 ms,
-# and to reduce-scatter their gradients also 15 ms. In the picture F and B are forward and backward of a layer. On the
-# link, G gathers the weights of a layer, and R reduce-scatters its gradients.
-
-# %%
-from labcode.teach.labs import l13_units as units
-
-speeds = units.Speeds(forward_s=0.020, backward_s=0.040, message_s=0.015)
-waiting = units.play(ranks, 6, speeds, prefetch=False)
-print(f"without prefetch a step takes {1e3 * waiting.step_s:.0f} ms")
-
-# %% tags=["figure"]
-NAMES = {"F": "F forward", "B": "B backward", "G": "G gather", "R": "R reduce-scatter"}
-
-def rows_ms(played):
-    return [(lane, label, 1e3 * a, 1e3 * b) for lane, label, a, b in played.spans]
-
-plot.timeline(
-    rows_ms(waiting), xlabel="ms", names=NAMES,
-    title="Without prefetch each layer waits for its weights",
-    alt="Before each forward and each backward the device is idle while the link "
-        "gathers weights; in backward it also waits for the reduce-scatter before it",
-)
-
-# %% [markdown]
-# Each layer first waits for its weights. Forward takes 6 · (15 + 20) = 210 ms. In backward the first layer to run waits
-# 15 ms and computes 40. Each of the other five finds the link busy with the gradients of the layer before it:
-# 15 + 15 + 40 = 70 ms. Together with the last reduce-scatter that is 55 + 5 · 70 + 15 = 420 ms, and the step takes
-# 630 ms. (Measured times are a few percent longer, since hooks and real messages take their time too.)
-#
-# **Predict.** With prefetch, how many ms does the step take? Only the first layer of forward, and the first one of
-# backward, has to wait for its weights. How many layers are whole or arriving at the same time, at most?
-
-# %% tags=["predict"]
-with_prefetch_ms = (15 + 6 * 20) + (15 + 6 * 40 + 15)
-most_whole = 2
-
-# %%
-prefetched = units.play(ranks, 6, speeds)
-step_ms = 1e3 * prefetched.step_s
-compare("step with prefetch, ms", with_prefetch_ms, step_ms, within=1.15)
-compare("layers whole at once", most_whole, prefetched.most_whole, within=1)
-
-# %% tags=["figure"]
-plot.timeline(
-    rows_ms(prefetched), xlabel="ms", names=NAMES,
-    title="With prefetch the device waits only where a pass begins",
-    alt="The device runs six forwards F and six backwards B almost without gaps, while "
-        "the link gathers weights, G, and reduce-scatters gradients, R",
-)
-
-# %% [markdown]
-# Forward takes 15 + 6 · 20 = 135 ms, and backward 15 + 6 · 40 + 15 = 270 ms with the last reduce-scatter: 405 ms. In
-# backward the link has 30 ms of work for each 40 ms of computing, so it hides completely. If a message took longer than
-# 20 ms, the link would need longer than the device in backward, and set the pace.
-#
-# Look at the turn from forward to backward: the device waits 15 ms for G6, weights that it has given back a moment ago.
-# So torchtitan keeps what forward uses last. There the final norm and the head are one unit, made by
-# `fully_shard([norm, head], reshard_after_forward=False)`.
-#
-# Now all choices beside each other.
-
-# %%
-choices = {
-    "a layer, no prefetch": {"prefetch": False},
-    "a layer, prefetch": {},
-    "a layer, kept for backward": {"reshard": False},
-    "two layers, prefetch": {"layers_per_unit": 2},
-    "the whole model": {"layers_per_unit": 6},
-}
-print("unit                         step   layers whole at once")
-for name, options in choices.items():
-    played = units.play(ranks, 6, speeds, **options)
-    print(f"{name:27} {1e3 * played.step_s:4.0f} ms {played.most_whole:8}")
-
-# %% [markdown]
-# Units of one layer with prefetch are nearly as fast as keeping everything, with two layers in memory and not six. With
-# units of two layers four are in memory, and each pass begins with a wait that is twice as long.
-# Keeping the weights whole saves the first wait of backward, 15 ms, and a third of what the link carries. That matters
-# where the link is the slower one. The whole model in one unit is slow **and** large: nothing overlaps.
-#
-# The emulation knows no latency. On a real link each message pays α (lesson 05, section 1), so very small units lose.
-# And on a GPU, NCCL's own kernels take some of the SMs while they send.
-#
-# In PyTorch these choices are `fully_shard(layer)` for each unit and `reshard_after_forward=True` or `False`. In
-# backward FSDP2 starts the gather of the next unit by itself. In forward it gathers a unit when the program comes to
-# it, on a stream of its own. On a GPU that is early enough as long as Python runs ahead of the GPU. Where it does not,
-# `layer.set_modules_to_forward_prefetch([...])` starts the gathers of the units in the list earlier. In labcode these
-# choices are arguments of `FullyShardedModule`; a training run chooses with `--parallel.zero_stage`.
-
-# %% [markdown]
-# ### How many tokens hide the messages
-#
-# The times of the emulation were given. On a GPU they come from the width of the model, the tokens and the link. Take a
-# transformer layer of width h. It has about 12 h² parameters, 4 h² in the attention and 8 h² in the MLP.
-#
-# - **To gather them** in numbers of 2 bytes, nearly 24 h² bytes arrive at each rank: all but its own 1/p, however many
-#   ranks there are. A link of β bytes/s needs 24 h²/β seconds for them.
-# - **Forward** costs two FLOPs for each parameter and each token, a multiplication and an addition. For t tokens on
-#   this rank that makes 24 h² t FLOPs, and a GPU of Φ FLOP/s needs 24 h² t/Φ seconds. (The scores of the attention come
-#   on top, a few percent in wide models. We leave them out.)
-#
-# labcode's table of clusters (`labcode/perf/hardware_data`, with its sources) has an H100 that computes layers, as
-# lesson 03, section 1, has measured them, and what the links of a node with eight of them carry for each GPU.
-
-# %% tags=["nbval-check-output"]
-from labcode.perf.cluster import load_cluster
-
-dgx = load_cluster("dgx-h100")
-FLOPS_PER_S = dgx.gpu.layer_flops_per_s("bfloat16")
-INSIDE = dgx.inside.beta_bytes_per_s
-ADAPTER = dgx.between.beta_bytes_per_s
-print(f"layers {FLOPS_PER_S / 1e12:.0f} TFLOP/s")
-print(f"NVLink {INSIDE / 1e9:.0f} GB/s, one network adapter {ADAPTER / 1e9:.0f} GB/s")
-
-# %% [markdown]
-# (NVLink's datasheet says 450 GB/s each way. 365 is what collectives reach.)
-#
-# Over several nodes it matters how many GPUs of each take part. What a node lacks has to come in from outside **once**,
-# whoever needs it there. If all eight GPUs of a node are in the group, it comes in by eight adapters at the same time,
-# an eighth by each, and goes on inside by NVLink (lesson 08, section 5). If only one GPU of each node is in the group,
-# as with tensor parallelism inside the nodes, it comes in by one adapter.
-#
-# **Predict.** From how many tokens on is forward longer than the gather of a layer's weights, inside one node, and with
-# one GPU in each node? Over **full** nodes of eight, is it `"as many"` as inside one, `"twice as many"`, or `"eight
-# times as many"`? And does a wider model need many more tokens, `"yes"` or `"no"`?
-
-# %% tags=["predict"]
-tokens_inside = 692e12 / 365e9
-tokens_one_gpu_a_node = 692e12 / 50e9
-over_full_nodes = "as many"
-wider_needs_more = "no"
-
-# %% [markdown]
-# We hold this against a layer of labcode's GPT on the meta device. PyTorch's `FlopCounterMode` counts the FLOPs of each
-# operation as it runs, those of the attention scores included.
-
-# %% tags=["nbval-check-output"]
-from torch.utils.flop_counter import FlopCounterMode
-
-from labcode.config import GPTConfig
-
-
-def tokens_needed(width, bytes_per_s, tokens=1024):
-    """At which forward of a layer takes as long as to gather its weights."""
-    config = GPTConfig(
-        vocab_size=512, context_length=tokens, num_layers=1,
-        num_heads=width // 128, hidden_size=width,
-    )
-    with torch.device("meta"):
-        layer = GPT(config).blocks[0]
-        x = torch.empty(1, tokens, width)
-    with FlopCounterMode(display=False) as counter:
-        layer(x)
-    gather_s = sum(2 * param.numel() for param in layer.parameters()) / bytes_per_s
-    forward_s = counter.get_total_flops() / FLOPS_PER_S
-    return tokens * gather_s / forward_s
-
-inside = tokens_needed(8192, INSIDE)
-one_gpu_a_node = tokens_needed(8192, ADAPTER)
-full_nodes = tokens_needed(8192, min(INSIDE, 8 * ADAPTER))
-TIMES = {"as many": 1, "twice as many": 2, "eight times as many": 8}
-nearest = min(TIMES, key=lambda word: abs(TIMES[word] - full_nodes / inside))
-half_as_wide = tokens_needed(4096, INSIDE)
-needs_more = "yes" if inside > 1.1 * half_as_wide else "no"
-compare("inside a node", tokens_inside, inside, within=1.1, found="counted")
-compare(
-    "one GPU a node", tokens_one_gpu_a_node, one_gpu_a_node, within=1.1, found="counted"
-)
-compare("full nodes", over_full_nodes, nearest, options=TIMES, found="counted")
-compare(
-    "a wider model needs more", wider_needs_more, needs_more,
-    found="counted", options=("yes", "no"),
-)
-
-# %% [markdown]
-# The width falls out: 24 h²/β ≤ 24 h² t/Φ means
-#
-# $$t \;\ge\; \frac{\Phi}{\beta}$$
-#
-# tokens for each rank and micro-batch, **whatever the width and however many ranks**: about 1,900 inside a node. Over
-# full nodes it is the same, since eight adapters together carry more than NVLink does; with one GPU in each node it is
-# about 14,000. In backward there are two messages, gather and reduce-scatter, and twice the FLOPs, so the same t is
-# enough. (If gradients are sent in 4 bytes, the reduce-scatter counts twice, and backward asks for 1.5 times as many
-# tokens.) The other ways of data parallelism follow from the same two lines:
-#
-# | what is sent for a layer | bytes | what hides it | tokens needed |
-# |---|---|---|---|
-# | stage 3: gather | 24 h² | forward of the layer before it | Φ/β in **each** micro-batch |
-# | stage 3: gather and reduce-scatter | 48 h² | backward of a layer | Φ/β in **each** micro-batch |
-# | data parallel: all-reduce | 48 h² | backward of a layer | Φ/β in the last micro-batch |
-# | stages 1 and 2: reduce-scatter | 24 h² | backward of a layer | Φ/(2β) in the last micro-batch |
-# | stages 1 and 2: gather after the optimizer | 24 h² | nothing | it is always waited for |
-# | the same, in the next forward (Megatron) | 24 h² | forward of the layer before it | Φ/β in the first micro-batch |
-#
-# An all-reduce of gradients is as hard to hide as stage 3, but it comes once in a step. With 16 micro-batches its time
-# is small beside the other 15, and stage 3 pays in each of them.
-#
-# The rule is for a layer in which each token uses each weight. In a **mixture of experts** a layer has E MLPs in place
-# of one, its experts, and a token goes through k of them. All E are gathered, and only k compute for a token, so for
-# the experts' weights the rule asks for E/k times as many tokens.
-
-# %% tags=["figure"]
-plot.tokens_that_hide(
-    FLOPS_PER_S,
-    {"inside a node, or full nodes": INSIDE, "one GPU in each node": ADAPTER},
-    title="Stage 3 hides its messages from Φ/β tokens on",
-    alt="Sending over computing falls as one over the tokens of a rank; it reaches one "
-        "at 1,897 tokens inside a node and at 13,846 tokens with one GPU in each node",
-)
-
-# %% [markdown]
-# **Predict.** The ranks of a model of width 8192 sit in a node each, and each has 4,600 tokens in a micro-batch. A step
-# with prefetch takes how many times as long as its computing alone? We emulate six such layers.
-
-# %% tags=["predict"]
-times_as_long = 13846 / 4600
-
-# %%
-forward_s = 24 * 8192**2 * 4600 / FLOPS_PER_S
-message_s = 24 * 8192**2 / ADAPTER
-slow_link = units.Speeds(forward_s, 2 * forward_s, message_s)
-step_s = units.play(ranks, 6, slow_link).step_s
-computing_s = 6 * 3 * forward_s
-compare("step / computing", times_as_long, step_s / computing_s, within=1.2)
-
-# %% [markdown]
-# The link is busy all the time and the device waits for two thirds of it. (A little more than that, because the first
-# gather and the last reduce-scatter have nothing to hide behind.) Larger micro-batches are the cure, as far as memory
-# allows. Otherwise use fewer bytes on the slow link, which is the subject of section 6.
-
-# %% [markdown]
-# **One rule comes with units: every rank runs the same units in the same order.** The next model skips layer 1 on rank
-# 1, as somebody might who drops layers at random.
-
-# %% tags=["raises-exception"] raises="RankError: rank"
-from labcode.parallel.zero import FullyShardedModule
-
-
-class Skipping(nn.Module):
-    """Four layers, of which rank 1 leaves out one."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
-
-    def forward(self, x):
-        for number, layer in enumerate(self.layers):
-            if dist.get_rank() == 1 and number == 1:
-                continue
-            x = x + layer(x)
-        return x
-
-def skip_a_layer(rank):
-    model = FullyShardedModule(Skipping(), dist.group.WORLD, prefetch=False)
-    model(torch.ones(2, 8)).sum().backward()
-    model.finish_gradient_sync()
-
-ranks.run(skip_a_layer)
-
-# %% [markdown]
-# Rank 1 was one all-gather ahead of the others all the time. The shapes fitted, so nobody noticed: for a while rank 0
-# computed layer 1 with rows of layer 2 in it. Only when one rank reduces while the others gather does something show,
-# and only because the ranks of this notebook compare their calls. On GPUs such a run hangs, or goes on with wrong
-# numbers. Draw such random numbers from a generator that is the same on all ranks.
-#
-# **Takeaway: one unit for each layer, with prefetch. Then two layers are whole at once, and the messages hide if each
-# rank has Φ/β tokens in a micro-batch: about 2,000 on nodes of eight H100 with an adapter for each, and 14,000 if only
-# one GPU of each node is in the group.**
-
-# %% [markdown] tags=["solution-only"]
-# *For the instructor.* Ask before the table: which two numbers decide whether it pays to keep the weights? (The link's
-# time for a layer in backward, gather and reduce-scatter, against the time of a backward.) People expect "the whole
-# model" to be fast because it sends one message. If the machine is busy the times grow by some percent; the order
-# stays. Let the room do the table of tokens before they see it. Ask what a GPU of twice the speed does to the rule. (On
-# the same link it needs twice the tokens: each generation makes the link the scarcer part.)
-
-# %% [markdown]
-# ## 6. Across nodes: hybrid sharding, or tensor parallelism (core, 25 min)
-#
-# **Hybrid sharding.** Links between nodes are slower than those inside a node. If the ranks of **one node** can hold a
-# copy of the model together, divide it over these ranks only, and let every node have its own copy. The gathers and
-# the reduce-scatter then stay inside the node. Between the nodes each rank all-reduces the gradients of its own rows
-# with the ranks that hold the same rows.
-
-# %% tags=["figure"]
-plot.hybrid_sharding(
-    nodes=2, ranks_per_node=4, title="A copy in each node, divided over its ranks",
-    alt="Two nodes of four ranks; ranks 0 and 4 keep the same part of the weights, as "
-        "do 1 and 5, 2 and 6, 3 and 7, and each such pair all-reduces its gradients",
-)
-
-# %% [markdown]
-# How much crosses the boundary of a node? We count numbers that a whole node sends, for n nodes with s ranks each.
-#
-# - **One copy over all p ranks.** In a ring through all ranks each link carries (p-1)/p N numbers for each of the three
-#   collectives, also the one link that leaves the node: 3 (p-1)/p N.
-# - **A copy in each node.** Each of the s ranks all-reduces N/s numbers over n ranks, and sends 2 (n-1)/n N/s. The node
-#   sends 2 (n-1)/n N.
-#
-# With many nodes that is two thirds of what the first way sends, and with two nodes less than half of it. What matters
-# more is what crosses. Only gradients do; they can travel behind backward, in rings of n ranks and not of p. Every
-# gather that a layer has to wait for stays inside the node.
-#
-# **Predict.** Our 4 ranks stand for 2 nodes of 2. How many numbers for each parameter does a node send, flat and
-# hybrid?
-
-# %% tags=["predict"]
-flat_sends = 3 * 3 / 4
-hybrid_sends = 2 * 1 / 2
-
-# %% tags=["nbval-check-output"]
-from labcode.comm.grid import Grid
-from labcode.perf.traffic import across_nodes, ring
-from labcode.teach.labs.l13_by_hand import CONFIG, two_steps
-from labcode.topology import GridShape
-
-
-def sent_to_the_other_node(rank, replicas):
-    """Bytes that cross from this rank's node to the other, in rings in rank order."""
-    grid = Grid.create(GridShape(dp=4))
-    group, copies = grid.split("dp", replicas)
-    _, calls, _ = two_steps(rank, 3, replicas=replicas)
-    crossing = 0
-    for call in calls:
-        members = copies if call.kind == "all_reduce" else group
-        links = ring(call.kind, dist.get_process_group_ranks(members), call.num_bytes)
-        own = {link: sent for link, sent in links.items() if link[0] == rank}
-        crossing += across_nodes(own, ranks_per_node=2)
-    return crossing
-
-flat = ranks.run(sent_to_the_other_node, 1)
-hybrid = ranks.run(sent_to_the_other_node, 2)
-each_node = 2 * 4 * CONFIG.num_parameters  # 2 nodes, 4 bytes for a number
-numbers = [sum(sent) / each_node for sent in (flat, hybrid)]
-compare("flat", flat_sends, numbers[0], within=1.1, found="counted")
-compare("hybrid", hybrid_sends, numbers[1], within=1.1, found="counted")
-
-# %% [markdown]
-# (The flat one is a little below the formula, because the root is gathered only once.) The price is memory: a rank
-# keeps 16/s bytes for each parameter instead of 16/p. With FSDP2 this is a mesh of two dims, which must have names. It
-# copies over the first dim and shards over the second:
-#
-#     mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("copies", "shards"))
-#     fully_shard(layer, mesh=mesh)
-#
-# **Or tensor parallelism?** Tensor parallelism divides the weights as well, and none of them travel: it sends
-# activations (lesson 09, section 4). Which is less? Take a transformer layer of width h and T tokens, which p ranks
-# process together.
-#
-# - Tensor parallelism makes 4 all-reduces for a layer, 2 in forward and 2 in backward, each of T · h numbers. A rank
-#   sends 4 · 2 (p-1)/p T h = 8 (p-1)/p T h.
-# - Stage 3 moves the layer's weights three times. They are about 12 h² numbers (4 h² in attention, 8 h² in the MLP). A
-#   rank sends 36 (p-1)/p h².
-#
-# The factor (p-1)/p is the same on both sides.
-#
-# **Predict.** For h = 32 on 4 ranks, at how many tokens T do both send the same?
-
-# %% tags=["predict"]
-equal_at_32 = 36 * 32 // 8
-
-# %%
-from labcode.config import GPTConfig, ParallelConfig
-from labcode.models.parallelize import parallelize
-
-
-def sent_for_a_layer(rank, dp, tp, tokens):
-    """Bytes that this rank sends for a layer: a model of 4 against one of 2 layers."""
-    sent = {}
-    for num_layers in (2, 4):
-        grid = Grid.create(GridShape(dp=dp, tp=tp))
-        config = GPTConfig(
-            vocab_size=64, context_length=tokens // 4, num_layers=num_layers,
-            num_heads=4, hidden_size=32,
-        )
-        stage = 3 if dp > 1 else 0
-        how = ParallelConfig(zero_stage=stage, data_parallel="labcode")
-        model = parallelize(GPT(config), grid, how, seed=0)
-        batch = torch.zeros(4 // dp, tokens // 4, dtype=torch.int64)
-        with counted() as calls:
-            model.forward_backward([(batch, batch)])
-        sizes = [bytes_sent(c.kind, c.group_size, c.num_bytes) for c in calls]
-        sent[num_layers] = sum(sizes)
-    return (sent[4] - sent[2]) / 2
-
-some_tokens = (36, 72, 144, 288, 576)
-kilobytes = {"tensor parallel": [], "stage 3": []}
-for tokens in some_tokens:
-    by_tp = ranks.run(sent_for_a_layer, 1, 4, tokens)[0]
-    by_zero = ranks.run(sent_for_a_layer, 4, 1, tokens)[0]
-    kilobytes["tensor parallel"].append(by_tp / 1e3)
-    kilobytes["stage 3"].append(by_zero / 1e3)
-equal = some_tokens[-1] * by_zero / by_tp  # the one grows with the tokens
-compare("T for h = 32", equal_at_32, equal, within=1.1, found="counted")
-
-# %% tags=["figure"]
-plot.lines(
-    kilobytes, x=some_tokens, logx=True, logy=True, xlabel="tokens of the group",
-    ylabel="kB that a rank sends for a layer", upright={"36 h/8 tokens": 36 * 32 / 8},
-    title="Weights cost the same for any batch, activations do not",
-    alt="What tensor parallelism sends grows with the tokens and crosses the constant "
-        "line of stage 3 at 144 tokens",
-)
-
-# %% [markdown]
-# (The measured T is 3 % larger, since norms and biases are weights too.) What ZeRO sends does not depend on the batch;
-# what tensor parallelism sends grows with it. They are equal when 8 T h = 36 h², at T = 4.5 h. For h = 8192 that is at
-# about 37,000 tokens, 4,600 for each of 8 ranks. With a larger batch ZeRO sends less, and with a smaller one tensor
-# parallelism does: when a fixed batch is spread over more and more GPUs, and in inference.
-#
-# Bytes are not everything. ZeRO's messages can be prefetched; those of tensor parallelism are waited for, so they stay
-# inside a node. On the other hand, data parallelism needs at least one sequence for each rank, and tensor parallelism
-# divides the activations too. Large runs use both: tensor parallelism in the node, and sharding over the data-parallel
-# ranks, as Llama 3 did.
-#
-# **Takeaway: with many tokens for each rank shard the weights; with few use tensor parallelism. The bytes are equal at
-# 4.5 h tokens for the group.**
-#
-# This is a good place for a break.
-
-# %% [markdown] tags=["solution-only"]
-# *For the instructor.* What people forget: the all-reduce between copies, and that with one node there is nothing
-# between nodes. Ask: what would change with 4 micro-batches in a step? (Stage 3 gathers and reduce-scatters for each of
-# them, four times as much. Stage 1 sends once, and so does labcode's stage 2, which then keeps whole gradients; one
-# that frees them sends five parts instead of two.)
-
-# %% [markdown]
-# ## 7. A script of your own with FSDP2 (core, 54 min)
-#
-# In section 4 `fully_shard` trained a model in a few lines. A real training run needs five things more.
-#
-# **Precision.** `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` says in which dtype the
-# weights of a unit are gathered and used, and in which its gradients are added up over the ranks. The rows that a rank
-# keeps stay as the model was built, in float32: they are the master weights of section 1. Their gradients are float32
-# too. So a rank keeps 4 + 4 + 8 = 16 bytes for each of its parameters, as many as in the table of section 1, and the
-# 16-bit weights exist only while a unit is whole. The all-gathers send 2 bytes for each number, and the reduce-scatters
-# send 4, so backward needs the 1.5 times as many tokens of section 5. If you leave `reduce_dtype` out, gradients are
-# sent and added up in the dtype they were computed in. Here that is bfloat16: 2 bytes, but a sum over many ranks loses
-# digits.
-#
-# Without a policy, and with `model.bfloat16()` before `fully_shard`, a rank keeps 2 + 2 + 2 + 2 = 8 bytes, since
-# AdamW's two averages have the dtype of the weight. There is no master copy then, and updates that are small beside
-# their weight are rounded away (lesson 03, section 4).
-#
-# **Micro-batches.** With several backward passes in a step, the gradients need to travel only in the last one.
-# `model.set_requires_gradient_sync(False)` holds the reduce-scatters back, until it is called with True. The price is
-# memory: until then every rank keeps whole gradients, as at stage 1. They are kept in `reduce_dtype`, here 4 bytes for
-# each parameter of the model.
-#
-# **What a unit may hold.** A tied weight, which two modules share, belongs to one unit. In our GPT the embedding and
-# the head share theirs, and both are left to the root; `fully_shard([model.embed, model.head])` would make one unit of
-# the two. Frozen weights may stand in a unit beside trained ones: they are gathered, and have no gradient to send. The
-# trained weights of a unit must have one dtype. Buffers are neither cut nor cast, and FSDP2 never sends them.
-#
-# **Clipping.** A weight is now a DTensor, a tensor of which each rank has some rows, and so is its gradient. So
-# `nn.utils.clip_grad_norm_(model.parameters(), 1.0)` is written as on one process: it adds up the squares of all ranks.
-# Be careful with numbers of your own, though. `weight.norm()` is a DTensor too, each rank has its **part** of it, and
-# `.item()` shows that part alone. `weight.norm().full_tensor()` is the norm; it is a collective, so all ranks call it.
-#
-# **Checkpoints.** No rank has the whole model, and none needs it: with `torch.distributed.checkpoint` (DCP) each rank
-# writes its rows. A file beside them says which rows lie where, so a job with another number of ranks finds its own.
-# (For other tools, `HuggingFaceStorageWriter`, given to `dcp.save` as `storage_writer`, writes safetensors files.)
-#
-# **Names that you will meet elsewhere.** `CPUOffloadPolicy()`, given as `offload_policy`, keeps rows, gradients and
-# optimizer in the memory of the host. The GPU then holds only the units in use, and each of them crosses PCIe.
-# ZeRO-Infinity goes one step further, to NVMe disks. ZeRO++ saves bytes between nodes: it gathers weights in 8 bits,
-# keeps a second copy of them in each node for backward (in FSDP2 `reshard_after_forward=8`, on nodes of 8), and sends
-# gradients in 4 bits.
-#
-# We look at the first three on our four ranks. A hook notes the dtype that a weight has while it is used.
-
-# %% tags=["nbval-check-output"]
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-from labcode.models import gpt
-from labcode.models.layers import initialize
-from labcode.teach.labs.l13_by_hand import CONFIG
-
-
-def sharded(policy):
-    model = initialize(GPT(CONFIG), seed=0)
-    for layer in model.blocks:
-        fully_shard(layer, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
-
-def dtypes(rank, tokens):
-    """Of a weight in use, of the rows that are kept, and of their gradient."""
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-    )
-    model = sharded(policy)
-    norm = model.blocks[0].norm1
-    used = []
-    norm.register_forward_hook(lambda *_: used.append(norm.weight.dtype))
-    gpt.loss(model(tokens), tokens).backward()
-    return used[0], norm.weight.dtype, norm.weight.grad.dtype
-
-tokens = torch.randint(512, (1, 16), generator=torch.Generator().manual_seed(0))
-in_use, kept, gradient = ranks.run(dtypes, tokens)[0]
-print(f"while it is used: {in_use}, kept: {kept}, gradient: {gradient}")
-
-# %% [markdown]
-# This is what PyTorch says of the embedding as a unit of its own, while the head, with the same weight, stays in the
-# root. (Since version 2.13 it looks for this.)
-
-# %% tags=["raises-exception"] raises="RankError: rank 0: ValueError: Parameter 'embed.weight' is shared"
-def embedding_apart(rank, tokens):
-    model = initialize(GPT(CONFIG), seed=0)
-    fully_shard(model.embed)
-    fully_shard(model)
-    return model(tokens)
-
-ranks.run(embedding_apart, tokens)
-
-# %% [markdown]
-# **The older FSDP.** Many scripts still use `FullyShardedDataParallel`, FSDP1. It joins all weights of a unit, end to
-# end, into one long `FlatParameter` and gives each rank an equal slice of it, which may begin in the middle of a
-# weight. One tensor has one dtype, and is frozen or not, so all weights of a unit have to agree in both. (With
-# `use_orig_params=True` the model shows its weights again, as parts of the flat one, and some may be frozen.) A wrapping
-# policy finds the units, here every `Block`. The guide of Transformer Engine does so with
-# `transformer_layer_cls={te.TransformerLayer}`, for layers that have no parallelism of their own (lesson 18, section 11,
-# has that code for FSDP1 and FSDP2). FSDP2 cuts each weight by itself. The same layer in both:
-
-# %% tags=["nbval-check-output"]
-import functools
-
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-
-from labcode.models.layers import Block
-
-
-def kept_of_a_layer(rank):
-    """What this rank keeps of the first layer, with FSDP1 and with FSDP2."""
-    find_blocks = functools.partial(
-        transformer_auto_wrap_policy, transformer_layer_cls={Block}
-    )
-    older = FullyShardedDataParallel(
-        initialize(GPT(CONFIG), seed=0),
-        auto_wrap_policy=find_blocks,
-        device_id=torch.device("cpu"),
-    )
-    flat = {name: list(p.shape) for name, p in older.blocks[0].named_parameters()}
-    newer = sharded(MixedPrecisionPolicy())
-    cut = {}
-    for name, param in newer.blocks[0].named_parameters():
-        cut[name] = list(param.to_local().shape)
-    return flat, cut
-
-flat, cut = ranks.run(kept_of_a_layer)[1]
-print("FSDP1, rank 1:", flat)
-print("FSDP2, rank 1:", cut)
-
-# %% [markdown]
-# With FSDP1 a rank keeps one slice of 12,496 numbers, a quarter of the layer. Rank 0's takes the first three weights, 64
-# + 64 + 12,288 numbers, and 80 numbers of the fourth, a bias of 192. Rank 1's begins in the middle of that bias. With
-# FSDP2 each weight keeps its name, and each rank has some of its rows. What changes in a script:
-#
-# | FSDP1 | FSDP2 |
-# |---|---|
-# | `auto_wrap_policy=` with `transformer_auto_wrap_policy` | `fully_shard(layer)` for each layer, then `fully_shard(model)` |
-# | `ShardingStrategy.FULL_SHARD`, `SHARD_GRAD_OP` | `reshard_after_forward=True`, `False` |
-# | `ShardingStrategy.HYBRID_SHARD` | a mesh of two dims |
-# | `with model.no_sync():` | `model.set_requires_gradient_sync(False)` |
-# | `model.clip_grad_norm_(1.0)` | `nn.utils.clip_grad_norm_(model.parameters(), 1.0)` |
-# | `sync_module_states=True` | nothing: all ranks begin alike, or load a checkpoint |
-
-# %% [markdown]
-# **Predict.** The GPT has four layers and the root, five units. A step has two micro-batches. How many reduce-scatters
-# does it make if every backward sends gradients, and how many if only the last one does?
-
-# %% tags=["predict"]
-scatters_each_time = 2 * 5
-scatters_at_the_end = 5
-
-# %% tags=["nbval-check-output"]
-def scatters_in_a_step(rank, tokens, each_time):
-    model = sharded(MixedPrecisionPolicy())
-    with counted() as calls:
-        for number in range(2):
-            model.set_requires_gradient_sync(each_time or number == 1)
-            gpt.loss(model(tokens), tokens).backward()
-    return count(calls, "reduce_scatter")
-
-each_time = ranks.run(scatters_in_a_step, tokens, True)[0]
-at_the_end = ranks.run(scatters_in_a_step, tokens, False)[0]
-compare("each time", scatters_each_time, each_time, within=1, found="counted")
-compare("at the end", scatters_at_the_end, at_the_end, within=1, found="counted")
-
-# %% [markdown]
-# And this is how DCP saves and loads. `get_state_dict(model, optimizer)` gives two dicts whose tensors are this rank's
-# rows, with the names that one process would have. `dcp.save` writes a dict of such dicts (and of numbers) into a
-# folder; all ranks call it. To read, make the same dict first: `dcp.load` **fills** it, tensor by tensor, with the rows
-# that this rank has now. Most of these tensors are those of the model and the optimizer themselves. `set_state_dict`
-# brings back the rest too: the optimizer's settings, and whatever is a copy.
-#
-#     import torch.distributed.checkpoint as dcp
-#     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-#
-#     weights, state = get_state_dict(model, optimizer)
-#     saved = {"model": weights, "optimizer": state, "step": 0}
-#     dcp.load(saved, checkpoint_id=folder)  # fills it; dcp.save writes it
-#     set_state_dict(
-#         model,
-#         optimizer,
-#         model_state_dict=saved["model"],
-#         optim_state_dict=saved["optimizer"],
-#     )
-
-# %% [markdown] tags=["exercise"]
-# ### Exercise 13.5 · Train, stop, and go on with another number of ranks
-#
-# Complete `main`. It runs on every rank. `folder` is a `pathlib.Path`, `steps` says how many steps are to be done in
-# all, and `dtype` is the one to compute in. `build_model()` returns a GPT of two blocks, `model.blocks`, in float32.
-#
-# 1. **Join**, as in exercise 4.4: with GPUs first the device of this rank, from `LOCAL_RANK`; then the process group.
-# 2. **Model.** Unlike DDP, FSDP2 sends nothing at the start: each rank keeps its rows of what it was given, so all have
-#    to begin with the same weights. `build_model()` sees to that. Each block is a unit, then the model; `dtype` in the
-#    all-gathers, float32 in the reduce-scatters.
-# 3. **Optimizer.** `torch.optim.SGD` with `lr=0.1` and `momentum=0.9`. (AdamW divides by the size of the gradient, so
-#    that a gradient twice as large as it should be would not show.)
-# 4. **Go on.** If `folder / "checkpoint"` exists, read it: model, optimizer, and how many steps are done.
-# 5. **Loop** over the steps that are left, counted from 0. `micro_batches(step, device)` returns this rank's part of
-#    the two micro-batches of a step, each as `(inputs, targets)`. Their gradients together are the mean over both; they
-#    travel once. `gpt.loss(logits, targets)` is the mean cross-entropy. Clip to a norm of 0.6.
-# 6. **Save** `{"model": ..., "optimizer": ..., "step": steps}` into `folder / "checkpoint"`, and leave. (DCP warns that
-#    it writes over the older checkpoint. Here that is meant; lesson 17, section 2, does it better.)
-#
-# The file knows the names that the cell below imports, and `torch`, `dist`, `nn`, `F`, `gpt`, `fully_shard` and
-# `MixedPrecisionPolicy`; what else you need has to stand inside `main`.
-#
-# The check writes the function to `runs/train_13.py` and starts it three times: three steps on two ranks, then up to
-# six steps on **one** rank from this checkpoint, then three steps in bfloat16. It compares the weights in the
-# checkpoint with those of one process without FSDP, and counts reduce-scatters and bytes. About 30 lines. The check
-# takes about 20 seconds.
-
-# %% tags=["exercise"]
-import os
-
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-from labcode.teach.labs.l13_script import build_model, micro_batches
-
-
-def main(folder, steps, dtype):
-    """Train up to `steps`, from the checkpoint in `folder` if there is one."""
-    ### BEGIN SOLUTION
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    model = build_model().to(device)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    done = 0
-    checkpoint = folder / "checkpoint"
-    if checkpoint.exists():
-        weights, state = get_state_dict(model, optimizer)
-        saved = {"model": weights, "optimizer": state, "step": 0}
-        dcp.load(saved, checkpoint_id=checkpoint)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=saved["model"],
-            optim_state_dict=saved["optimizer"],
-        )
-        done = saved["step"]
-
-    for step in range(done, steps):
-        optimizer.zero_grad()
-        batches = micro_batches(step, device)
-        for number, (inputs, targets) in enumerate(batches):
-            is_last = number == len(batches) - 1
-            model.set_requires_gradient_sync(is_last)
-            loss = gpt.loss(model(inputs), targets) / len(batches)
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.6)
-        optimizer.step()
-
-    weights, state = get_state_dict(model, optimizer)
-    saved = {"model": weights, "optimizer": state, "step": steps}
-    dcp.save(saved, checkpoint_id=checkpoint)
-    dist.destroy_process_group()
-    ### END SOLUTION
-
-# %% tags=["check"]
-check("13.5", main)
-
-# %% [markdown]
-# In the folder `runs` beside this notebook, `torchrun --nproc-per-node=2 train_13.py 12 bfloat16` goes on from the
-# checkpoint that the check has left; with 8 GPUs the same file runs as `--nproc-per-node=8`. labcode has checkpoints of
-# its own, which also survive a rank that dies while it writes; lesson 17, sections 1 and 2, is about these.
-#
-# **Takeaway: blocks, model, then optimizer; a policy for the numbers that travel; gradients travel once in a step; each
-# rank saves its rows, and any number of ranks reads them.**
-
-# %% [markdown] tags=["solution-only"]
-# *For the instructor.* Typical: the optimizer made before `fully_shard` (it holds the old parameters, and nothing is
-# learned); `model.bfloat16()` in place of the policy (there are no master weights then); `saved["step"]` forgotten, so
-# that the data begins anew; the loss divided after `backward`. Ask: what does `set_requires_gradient_sync(False)` cost
-# in memory at 70 billion parameters on 64 GPUs? (A rank then holds gradients of all parameters, 2 or 4 bytes each: 140
-# GB or more. So with large models one sends each time.) Ask also why the loop can be the same on one rank. (Groups of
-# one are real.)
-
-# %% [markdown]
-# ## 8. Open end: choose a layout before you submit (optional, 20 min)
-#
-# The numbers of sections 1 and 6 are enough to choose how a model is divided before a job is submitted.
-
-# %% [markdown] tags=["exercise"]
-# ### Exercise 13.6 · Choose a layout
-#
-# Given a model and a cluster, choose a stage and over how many ranks a copy is divided. `situation` has
-# `num_parameters`, `num_layers`, `nodes`, `ranks_per_node`, `room_bytes` (what a rank can keep), `inside_bytes_per_s`
-# (a link between two ranks of a node) and `between_bytes_per_s` (the link of a node to the others). The candidates are
-# `layouts.candidates(situation)`, a list of `(stage, ranks_of_a_copy)`: each stage over all ranks, and stage 3 over
-# the ranks of a node.
-#
-# Return the one that sends for the shortest time among those that fit, with its costs:
-# `Layout(stage, ranks_of_a_copy, kept_bytes, sending_s)`. Count like this, in mixed precision:
-#
-# - **Kept**: `state_bytes(num_parameters, stage, ranks_of_a_copy, **mixed).total`, and at stage 3 the whole 16-bit
-#   weights of two layers on top, the one in use and the next. All layers are equally large.
-# - **Sent**: weights and gradients travel as 2 bytes. Over p' ranks of a copy, 2 (p'-1)/p' · 2N bytes at stages 0 to 2
-#   and 3 (p'-1)/p' · 2N at stage 3. If the copy reaches over several nodes, the slower of the two links counts, else
-#   the one inside. If each node has a copy and there are n > 1 nodes, 2 (n-1)/n · 2N bytes follow between the nodes.
-# - Nothing hides behind computing, and latency is left out.
-#
-# The check goes through nine situations, from 1 billion parameters on 4 nodes to 70 billion on 64 nodes, with slow and
-# fast links, large nodes, a single node, and a model of few layers. In each it asks whether your layout fits, whether
-# its costs are right, and whether another one that fits is faster.
-
-# %% tags=["exercise"]
-from labcode.perf.state_memory import state_bytes
-from labcode.teach.labs import l13_layouts as layouts
-
-Layout = layouts.Layout
-mixed = {"weight_bytes": 2, "gradient_bytes": 2, "optimizer_bytes": 12}
-
-
-def choose(situation):
-    """The Layout that sends for the shortest time among those that fit."""
-    ### BEGIN SOLUTION
-    message_bytes = 2 * situation.num_parameters
-    everyone = situation.nodes * situation.ranks_per_node
-    fitting = []
-    for stage, p in layouts.candidates(situation):
-        kept = state_bytes(situation.num_parameters, stage, p, **mixed).total
-        collectives = 2
-        if stage == 3:
-            collectives = 3
-            kept += 2 * message_bytes / situation.num_layers
-        link = situation.inside_bytes_per_s
-        if p > situation.ranks_per_node:
-            link = min(link, situation.between_bytes_per_s)
-        sending_s = collectives * (p - 1) / p * message_bytes / link
-        copies = everyone // p
-        if copies > 1:
-            across = 2 * (copies - 1) / copies * message_bytes
-            sending_s += across / situation.between_bytes_per_s
-        if kept <= situation.room_bytes:
-            fitting.append(Layout(stage, p, kept, sending_s))
-    return min(fitting, key=lambda layout: layout.sending_s)
-    ### END SOLUTION
-
-# %% tags=["check"]
-check("13.6", choose)
-
-# %% [markdown]
-# Here is how labcode's lab counts, and what it chooses in the nine situations.
-
-# %%
-show_source(layouts.cost_of)
-
-# %% tags=["nbval-check-output"]
-print("                                    stage  ranks of a copy    keeps     sends")
-for situation in layouts.CASES:
-    best = layouts.best(situation)
-    print(f"{situation.about:35} {best.stage:5} {best.ranks_of_a_copy:16}", end=" ")
-    print(f"{best.kept_bytes / 1e9:6.1f} GB {best.sending_s:7.2f} s")
-
-# %% [markdown]
-# Stages 0 to 2 send the same, so the smallest one that fits is as good as any. Stage 3 comes when they do not fit any
-# more, and hybrid sharding when a node is large enough for a copy and the links between nodes are slow. On nodes of 8
-# it rarely pays here: a copy in a node takes 16/8 = 2 bytes for each parameter, and the two layers. Over many ranks
-# stage 2 keeps little more than 2 bytes too, so where hybrid sharding fits, stage 2 mostly fits as well and sends less.
-# That is so with one micro-batch in a step and without activations. With several, stage 2 either sends gradients in
-# each of them or keeps them whole.
-
-# %% [markdown] tags=["solution-only"]
-# *For the instructor.* What people forget: the two borrowed layers, the all-reduce between copies, and that with one
-# node there is nothing between nodes.
-
-# %% [markdown]
-# ## 9. From here to GPUs and SLURM (core, 5 min)
+# ## From here to GPUs and SLURM (core, 3 min)
 #
 # | where | start |
 # |---|---|
 # | 4 GPUs of one machine, stage 1 | `torchrun --nproc-per-node=4 -m labcode.train gpt_10m --parallel.zero_stage 1` |
 # | FSDP2; with ours in its place | `--parallel.zero_stage 3`; and `--parallel.data_parallel labcode` |
-# | hybrid sharding, two copies | `--parallel.zero_stage 3 --parallel.zero_replicas 2` |
-# | with tensor parallelism | `--parallel.zero_stage 3 --parallel.tp 2` |
-# | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=4 python -m labcode.train gpt_10m --parallel.zero_stage 3` |
 #
-# (Under `srun`, export `MASTER_ADDR` and `MASTER_PORT` first, the variables of lesson 04; lesson 14 writes such a
-# script.) On a GPU the memory that a step really needs is `torch.cuda.max_memory_allocated()`; the report of a run
-# shows it. It is more than this lesson's table says, by the activations, the units that are whole, and the buffers in
-# which messages travel. In a profile of a good run the all-gathers lie below the layers before them; gaps before each
-# layer mean that the link is too slow, or that nothing is prefetched.
+# On a GPU the memory that a step really needs is `torch.cuda.max_memory_allocated()`; the report of a run shows it. It
+# is more than this lesson's table says, by the activations, the units that are whole, and the buffers in which messages
+# travel. Lesson 13b has the lines for hybrid sharding and for several nodes under SLURM.
 
 # %%
 ranks.close()
 
 # %% [markdown]
-# ## Questions (core, 10 min)
+# ## Questions (core, 5 min)
 #
 # **1.** A model of 10 billion parameters is trained with AdamW in mixed precision on 16 ranks. What does a rank keep at
 # stages 1, 2 and 3?
@@ -1636,21 +799,13 @@ ranks.close()
 # or keeps whole gradients until the last one.)
 # </details>
 #
-# **4.** With stage 3, doubling the batch of each rank makes a step take less than twice as long. Why?
+# **4.** From lesson 05: DDP starts the all-reduce of a bucket as soon as its gradients are there. Can stage 1 start the
+# all-gather of the weights as early?
 #
 # <details><summary>Answer</summary>
 #
-# What is sent depends on the weights alone. Below Φ/β tokens the link sets the pace, and computing may grow behind it
-# for free. Only above does the step grow with the batch.
-# </details>
-#
-# **5.** From lesson 12: why do pipeline and stage 3 not go well together?
-#
-# <details><summary>Answer</summary>
-#
-# A pipeline needs many micro-batches, and each forward and backward of each of them gathers the weights of a rank's
-# part of the pipeline again. Keep them whole after forward, as torchtitan does where there is a pipeline, or use
-# stage 1.
+# No. New weights exist after the optimizer's step, and with clipping that waits for the norm of **all** gradients. So
+# the all-gather can hide only behind the forward of the next step.
 # </details>
 #
 # ## Recap
@@ -1661,29 +816,15 @@ ranks.close()
 # | 1 | (4 + 12/p) N | 2 (p-1)/p N | reduce-scatter, all-gather | `parallel.zero.ShardedDataParallel`, or `ShardedOptimizer` after any DDP |
 # | 2 | (2 + 14/p) N | 2 (p-1)/p N | the same | `parallel.zero.ShardedDataParallel` |
 # | 3 | 16/p N, and two units | 3 (p-1)/p N | two all-gathers, reduce-scatter | `parallel.zero.FullyShardedModule` |
-# | 3, hybrid | 16/s N, and two units | between nodes 2 (n-1)/n N for a node | the same inside, all-reduce between | `zero_replicas` |
 #
 # "Sends" is for one micro-batch in a step. With m of them stages 0 and 1 send the same once; stage 2 that frees its
 # gradients in each sends (m + 1) (p-1)/p N, and stage 3 sends 3 m (p-1)/p N.
 #
-# The messages of stage 3 hide from Φ/β tokens for each rank and micro-batch on. Against tensor parallelism the bytes
-# are equal at T = 4.5 h tokens for the group.
-#
 # ## Sources
 #
 # - Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054: the three stages and the first figure; volumes in section 7.
-# - Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277: units, storage, prefetch; hybrid sharding in section 3.2.2.
-# - Liang et al. 2024, *TorchTitan*, arXiv:2410.06511: FSDP2.
-# - Korthikanti et al. 2022, arXiv:2205.05198: 12 h² weights of a layer and what tensor parallelism sends.
-# - Llama Team 2024, arXiv:2407.21783, section 3.3.2: tensor parallelism and FSDP together.
-# - Rajbhandari et al. 2021, *ZeRO-Infinity*, arXiv:2104.07857; Wang et al. 2023, *ZeRO++*, arXiv:2306.10209.
-# - NVIDIA H100 datasheet, 2023: 989 TFLOP/s in bfloat16, NVLink with 900 GB/s both ways together; DGX H100 datasheet,
-#   2022: 400 Gb/s for each GPU.
+# - Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277: units and storage.
 # - Megatron Core, *Distributed Optimizer*,
 #   <https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/dist_optimizer.html>.
-# - PyTorch: <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>,
-#   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html> and, for prefetch,
-#   <https://docs.pytorch.org/docs/stable/notes/fsdp.html>. `ZeroRedundancyOptimizer` is not maintained:
-#   <https://github.com/pytorch/pytorch/issues/155952>. Tied weights in one unit:
-#   <https://github.com/pytorch/torchtitan/issues/2817>.
-# - torchtitan, `torchtitan/models/llama3/infra/parallelize.py`: the unit that is kept, and pipelines.
+# - PyTorch: <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>. `ZeroRedundancyOptimizer` is not
+#   maintained: <https://github.com/pytorch/pytorch/issues/155952>.

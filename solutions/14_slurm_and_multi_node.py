@@ -63,12 +63,7 @@ lab = l14_cluster.open_lab("lesson14")
 # Each task gets a number, `SLURM_PROCID`. If the tasks train a model together, that number is the rank.
 
 # %% tags=["figure"]
-plot.launch_chain(
-    nodes=2, ranks_per_node=2, launcher="srun",
-    title="The script runs once; srun starts the ranks on all nodes",
-    alt="sbatch on the login node puts the job into the queue; the script starts once, "
-        "on node n1; its srun starts ranks 0 and 1 on n1, and ranks 2 and 3 on n2",
-)
+plot.launch_chain(nodes=2, ranks_per_node=2, launcher="srun", caption="14.srun")
 
 # %% [markdown]
 # The request stands in the script itself, in lines that begin with `#SBATCH`. For bash they are comments. For `sbatch`,
@@ -208,12 +203,7 @@ lab.sh("squeue", "--states=all", "--sort=i", "--format=%.5i %.8j %.10T %.6M %R")
 # starts one **torchrun** on each node, and torchrun starts the ranks of its node.
 
 # %% tags=["figure"]
-plot.launch_chain(
-    nodes=2, ranks_per_node=2, launcher="torchrun",
-    title="The other way: one torchrun on each node starts the ranks",
-    alt="As before, but srun starts one torchrun on n1 and one on n2, and each of them "
-        "starts the two ranks of its own node",
-)
+plot.launch_chain(nodes=2, ranks_per_node=2, launcher="torchrun", caption="14.torchrun")
 
 # %% [markdown]
 # labcode writes such scripts. A `Job` says what to run, a **site profile** says what the cluster wants to be asked, and
@@ -282,11 +272,11 @@ if lab.cluster:
     lab.sh("squeue", "--steps", "--noheader", "--format=step %i has %A tasks")
     started = re.search(r"\.0 has (\d+) tasks", lab.said)
     first_line = running.log().partition("; grid")[0]
-    print(first_line)
     found = re.search(r"(\d+) ranks on", first_line)
     running.cancel()
     compare("torchruns", torchruns, int(started[1]), within=1, found="counted")
     compare("ranks", ranks, int(found[1]), within=1, found="counted")
+    print(first_line)
 
 # %% [markdown]
 # SLURM counts the tasks of `srun`, and these are the torchruns. Of the six ranks it knows nothing; they are in the first
@@ -530,11 +520,7 @@ print("\n".join(sorted(ended.log.splitlines())))
 # called an **attempt**.
 
 # %% tags=["figure"]
-plot.second_attempt(
-    title="The job stops in time, and goes on later",
-    alt="Before the time limit SLURM signals the script, and this signals the ranks; "
-        "they save and end; the script requeues the job, and attempt 2 resumes",
-)
+plot.second_attempt(caption="14.second_attempt")
 
 # %% [markdown]
 # A **signal** is the simplest message between processes: a number that can arrive at any time. `USR1` has no meaning of
@@ -742,12 +728,12 @@ outputs = []
 for path, signalled_step in (("stopped", 12), ("stopped", 0), ("whole", 0)):
     words = [f"runs/{path}.pt", signalled_step]
     outputs.append(launch.run("runs.lasting", *words, nproc=2, echo=False).output)
-    print(outputs[-1])
 found = re.search(r"\[rank 0\] steps 1 to (\d+)", outputs[0])
 compare("last step of rank 0", last_step_of_rank_0, int(found[1]), within=1)
 norms = {re.search(r"norm (\S+)", output)[1] for output in outputs[1:]}
 found = "same" if len(norms) == 1 else "other"
 compare("weights in the end", weights_in_the_end, found, options=("same", "other"))
+print(*outputs, sep="\n")
 
 # %% [markdown]
 # Without the all-reduce rank 1 would leave, and rank 0 would wait for it in the backward of step 13. The extra
@@ -827,12 +813,10 @@ if lab.cluster:
         on_the_wire_ms = 1e3 * 4 * 811_520 / bytes_per_s
         predicted[f"predicted, {NAMES[rate]}"] = unslowed_ms + on_the_wire_ms
 plot.lines(
-    curves, reference=predicted, from_zero=True, beside=True,
+    curves,
+    reference=predicted,
     points={"the fastest": tuple(zip(*fastest.values()))},
-    xlabel="step", ylabel="ms per step",
-    title="Half the bandwidth doubles what the network adds to a step",
-    alt="Milliseconds per step of one job at three bandwidths: the fastest steps lie "
-        "near the predicted lines; 100 Mbit/s add twice as much as 200 Mbit/s",
+    caption="14.bandwidths",
 )
 
 # %% [markdown]
@@ -876,11 +860,7 @@ text = l14_nccl_example.two_nodes()
 for line in text.splitlines():
     if line.startswith("gpu01:703") and ("Using" in line or "Channel 00" in line):
         print(line)
-plot.transports(
-    nccl_log.parse(text), title="P2P inside a node, InfiniBand between the nodes",
-    alt="Two nodes of four ranks in one ring: P2P inside each node, and two links over "
-        "InfiniBand between them that do not cross",
-)
+plot.transports(nccl_log.parse(text), caption="14.transports")
 
 # %% [markdown]
 # The numbers on the arrows count the **channels**: NCCL lays several rings side by side, here two, so that more of the
@@ -1066,12 +1046,12 @@ print(l14_hang.stacks(folder))
 first_difference = 3  # two steps are the same; then rank 0 broadcasts
 
 # %%
-print(l14_hang.calls(folder))
-print()
 analysis = l14_hang.analysis(folder)
-print(analysis)
 reported = int(re.search(r"sequence number: (\d+)", analysis)[1])
 compare("first difference", first_difference, reported, within=1, found="counted")
+print(l14_hang.calls(folder))
+print()
+print(analysis)
 
 # %% [markdown]
 # The upper part is our own table of the records. The lower part is what PyTorch's analyser says of the same files, and
@@ -1195,7 +1175,6 @@ folders = lab.script(
 from labcode.train import scaling
 
 runs = [scaling.read(folder) for folder in folders]
-print("\n".join(scaling.table(runs)))
 rates = [run.row.lr for run in runs]
 losses = [run.row.val_losses[-1][1] for run in runs]
 goal = scaling.common_loss(runs)
@@ -1205,6 +1184,7 @@ lowest = runs[losses.index(min(losses))].row.devices
 cheapest = runs[costs.index(min(costs))].row.devices
 compare("lowest loss on", lowest_loss_on, lowest, within=1, unit="node")
 compare("cheapest on", cheapest_on, cheapest, within=1, unit="node")
+print("\n".join(scaling.table(runs)))
 
 # %% [markdown]
 # The table is that of `python -m labcode.train.scaling runs/weak_scaling-*`. Read it as two columns that pull in
@@ -1217,15 +1197,7 @@ compare("cheapest on", cheapest_on, cheapest, within=1, unit="node")
 curves = {}
 for name, run in zip(("1 node", "2 nodes", "3 nodes"), runs):
     curves[name] = tuple(zip(*run.seconds))
-plot.lines(
-    curves,
-    reference={"reached by all": goal},
-    xlabel="seconds of training",
-    ylabel="loss on held-out weather",
-    title="Loss over time, as many samples in each run",
-    alt="Loss on held-out weather over seconds for 1, 2 and 3 nodes: all fall; the run "
-        "on one node ends lowest",
-)
+plot.lines(curves, reference={"reached by all": goal}, caption="14.nodes")
 
 # %% [markdown]
 # Over samples the curves would lie in the order of the batches; over seconds they can cross. TensorBoard draws both from
@@ -1254,11 +1226,11 @@ error_of_the_wind = "above"
 
 # %%
 log = Path(f"{folders[0].name}.log").read_text()
-print(log[log.index("normalised RMSE") : log.index("\nmetrics, weights")])
-print("rate on the way:", *re.findall(r"\| lr (\S+)", log)[::3])
 u10 = float(re.search(r"u10 +(\S+)", log)[1])
 found = "above" if u10 > losses[0] ** 0.5 else "below"
 compare("u10", error_of_the_wind, found, options=("above", "below"))
+print(log[log.index("normalised RMSE") : log.index("\nmetrics, weights")])
+print("rate on the way:", *re.findall(r"\| lr (\S+)", log)[::3])
 
 # %% [markdown]
 # In six hours the wind changes more than temperature and pressure, so the model and persistence are worst at it. A model

@@ -26,7 +26,7 @@
 # - understand a refusal, and say beforehand whether the activations fit.
 #
 # **Time**: 180 minutes. Good places for a break are after sections 2 and 4. **Needs**: lesson 05 (section 2), lesson 08
-# (sections 1, 2 and 5), lesson 09 (sections 4 and 5), lesson 12 (sections 2, 4 and 5), lesson 13 (section 7), lesson 14
+# (sections 1, 2 and 5), lesson 09 (sections 4 and 5), lesson 12 (sections 2, 4 and 5), lesson 13b (section 7), lesson 14
 # (sections 1 and 2).
 #
 # The first cell starts four ranks for sections 2 to 4, and a SLURM of two nodes for sections 6 and 7.
@@ -123,18 +123,18 @@ check("15.1", layout)
 on_1536_gpus = 153 * (96 / (96 + 11)) / (384 / (384 + 11))  # 16 copies, m = 96
 
 # %% tags=["nbval-check-output"]
-PUBLISHED = {384: 153, 768: 149, 1536: 141}  # GPUs: TFLOP/s of each
-from_bubble = {}
-for gpus, speed in PUBLISHED.items():
-    m = 1536 // (gpus // (8 * 12))
-    share = m / (m + 11)
-    from_bubble[gpus] = 153 * share / (384 / (384 + 11))
-    print(f"{gpus:5} GPUs: m = {m:3}, bubble gives {from_bubble[gpus]:.0f}", end=", ")
-    print("published", speed)
+from labcode.teach.labs import papers
+
+published = papers.GPT3_TFLOP_PER_S
 compare(
-    "TFLOP/s on 1536 GPUs", on_1536_gpus, PUBLISHED[1536],
+    "TFLOP/s on 1536 GPUs", on_1536_gpus, published[1536],
     within=1.01, found="published",
 )
+for gpus, speed in published.items():
+    m = 1536 // (gpus // (8 * 12))
+    from_bubble = 153 * (m / (m + 11)) / (384 / (384 + 11))
+    print(f"{gpus:5} GPUs: m = {m:3}, bubble gives {from_bubble:.0f}", end=", ")
+    print("published", speed)
 
 # %% [markdown]
 # One line of arithmetic is enough to account for what these authors lost by scaling out, within 1 %. (The row of 384
@@ -161,20 +161,10 @@ compare(
 model = l15.MODEL  # 2 layers, hidden size 64, 32 tokens, float32
 inside = GridShape(tp=2, pp=2)  # order tp-cp-dp-pp
 across = GridShape(tp=2, pp=2, order="pp-dp-cp-tp")
-plot.grid(
-    inside, color_by="tp", nodes=2,
-    title="tp inside: each pair has a node to itself",
-    alt="Two nodes of two ranks; the tensor-parallel pair 0 and 1 is one node, "
-        "the pair 2 and 3 the other",
-)
+plot.grid(inside, color_by="tp", nodes=2, caption="15.inside")
 
 # %% tags=["figure"]
-plot.grid(
-    across, color_by="tp", nodes=2,
-    title="tp across: each pair spans both nodes",
-    alt="Two nodes of two ranks; the tensor-parallel pair 0 and 2 lies across the "
-        "nodes, and so does the pair 1 and 3",
-)
+plot.grid(across, color_by="tp", nodes=2, caption="15.across")
 
 # %% [markdown]
 # What does each rank send in one step? Let *act* be the tensor between two layers for one micro-batch: micro-batch ×
@@ -372,13 +362,7 @@ for name, shape in layouts.items():
 parts = step.iteration_parts(model, layouts["dp 4"], 8, 2, cluster, "overlapped")
 expected_s = sum(parts.values())
 bars["dp 4, overlap"] = {"predicted": expected_s, "measured": measured_overlap_s}
-plot.bars(
-    bars, ylabel="seconds of one iteration",
-    title="Overlap decides between data parallelism and the hybrid",
-    alt="Plain data parallelism and the hybrid with tp inside the node take about as "
-        "long; with overlap data parallelism takes two thirds of that, and the hybrid "
-        "with tp across the nodes takes the longest",
-)
+plot.bars(bars, caption="15.overlap")
 
 # %% [markdown]
 # (It takes somewhat longer than predicted. The first bucket is full only after a part of backward, and until then
@@ -406,9 +390,10 @@ for batch, micro_batch, guess in ((4, 1, faster_with_4), (64, 2, faster_with_64)
     seconds = {}
     for name, shape in candidates.items():
         seconds[name] = expected(shape, batch, micro_batch)
-        print(f"{batch} samples, {name}: {seconds[name]:.3f} s")
     found = min(seconds, key=seconds.get)
     compare(f"{batch} samples", guess, found, options=candidates, found="computed")
+    for name, step_s in seconds.items():
+        print(f"{batch} samples, {name}: {step_s:.3f} s")
 
 # %% tags=["figure"]
 batches = [4, 8, 16, 32, 64, 128]
@@ -418,20 +403,14 @@ for name, shape in (candidates | {"tp 2 x pp 2": inside}).items():
     for batch in batches:
         seconds = expected(shape, batch, 1)
         per_sample_ms[name].append(1e3 * seconds / batch)
-plot.lines(
-    per_sample_ms, x=batches, logx=True, from_zero=True, beside=True,
-    xlabel="global batch, micro-batches of 1", ylabel="ms per sample",
-    title="With few samples a pipeline wins, with many data parallelism",
-    alt="Time per sample by the formula falls with the batch for all three layouts; "
-        "both with a pipeline are ahead at 4 samples, data parallelism is from 16 on",
-)
+plot.lines(per_sample_ms, x=batches, caption="15.batches")
 
 # %% [markdown]
 # With 4 samples a rank of dp 4 has one of them, and its backward is too short to hide the gradients of the whole model.
 # A pipeline has half of the gradients on each rank, and its two copies are neighbours inside a node. With more samples
 # the all-reduce stays as long as ever, and there is more computing beside it.
 #
-# On GPUs the limit is stated in tokens. Lesson 13, section 5, has the rule: a GPU of Φ FLOP/s on a group of bus
+# On GPUs the limit is stated in tokens. Lesson 13b, section 5, has the rule: a GPU of Φ FLOP/s on a group of bus
 # bandwidth β hides its all-reduce from about Φ/β tokens in its last micro-batch on, if gradients travel in 2 bytes. On
 # nodes of eight H100 with an adapter for each GPU these are some 2,000 tokens, also over several full nodes, and 14,000
 # if only one GPU of each node shares the gradient.
@@ -554,9 +533,7 @@ expected_line = step.time_line(model, inside, 8, 2, cluster)
 plot.pipeline(
     {"simulated stages": expected_line, "measured ranks": measured_line},
     lanes={"simulated stages": "stage"},
-    title="tp 2 x pp 2: ranks of one stage work in step",
-    alt="Ranks 0 and 1 run the same actions at the same times, ranks 2 and 3 start one "
-        "forward later; the gaps of the two simulated stages reappear in the ranks",
+    caption="15.schedule",
 )
 
 # %% [markdown]
@@ -582,7 +559,7 @@ plot.pipeline(
 #
 # Nothing so far needs labcode. PyTorch has a part for each axis, and you know them all: `init_device_mesh` makes the
 # groups, `parallelize_module` cuts the layers (lesson 09, section 5), `PipelineStage` and `Schedule1F1B` run the stages
-# (lesson 12, section 5), and `fully_shard` averages the gradients over dp (lesson 13, section 7). The script below is
+# (lesson 12, section 5), and `fully_shard` averages the gradients over dp (lesson 13b, section 7). The script below is
 # all of it, for a small model of two blocks. Read it in this order.
 #
 # - The mesh has the axes in the order pp, dp, tp. PyTorch fills it row by row, so the **last** axis has consecutive
@@ -683,16 +660,19 @@ from pathlib import Path
 from labcode import launch
 
 Path("runs/mesh.py").write_text(MESH)
+outputs = {}
 losses = {}
 for sizes in ((1, 1, 1), (2, 2, 2)):
     pp, dp, tp = sizes
     output = launch.run("runs.mesh", *sizes, nproc=pp * dp * tp, echo=False).output
-    print(f"pp {pp} x dp {dp} x tp {tp}\n{output}")
+    outputs[f"pp {pp} x dp {dp} x tp {tp}"] = output
     losses[sizes] = re.findall(r"loss (\S+)", output)
 printing = int(re.search(r"\[rank (\d)\]", output)[1])
 compare("rank that prints", rank_that_prints, printing, within=1)
 found = "same" if losses[1, 1, 1] == losses[2, 2, 2] else "other"
 compare("losses of eight ranks", losses_of_eight, found, options=("same", "other"))
+for name, output in outputs.items():
+    print(f"{name}\n{output}")
 
 # %% [markdown]
 # The reference is the same script on one process. Keep such a run for every script of your own: a wrong layout seldom
@@ -920,16 +900,12 @@ for micro_batch in (32, 2):
         form | {"train.micro_batch": micro_batch}, name=f"micro{micro_batch}"
     )
     ended[micro_batch] = submit(job, hybrid_lab.LIMIT_BYTES)
-    print(ended[micro_batch].outcome.state)
-    for line in hybrid_lab.last_words(ended[micro_batch].log):
-        print("   ", line)
 
 asked = re.findall(
     r"error: rank (\d): .*you tried to allocate (\d+)", ended[32].log
 )
 died = {int(rank) for rank, _ in asked}
 stages = {GridShape(tp=2, pp=2).coords(rank)["pp"] for rank in died}
-print("out of memory: ranks", *sorted(died))
 if asked:
     sizes = [int(size) for _, size in asked]
     compare("bytes", bytes_of_the_tensor, max(sizes), within=1.01, unit="B")
@@ -937,6 +913,11 @@ if asked:
 state = ended[2].outcome.state
 ENDS = ("COMPLETED", "OUT_OF_MEMORY")
 compare("micro-batch 2 ends as", end_of_micro_batch_2, state, options=ENDS)
+for end in ended.values():
+    print(end.outcome.state)
+    for line in hybrid_lab.last_words(end.log):
+        print("   ", line)
+print("out of memory: ranks", *sorted(died))
 
 ranks.close()
 lab.close()

@@ -28,7 +28,7 @@
 #
 # **Time**: 180 minutes, and 55 more for what is optional. Good places for a break are after section 3 and after section
 # 4; section 5 is the heart of the lesson, and takes a sitting of its own. **Needs**: lesson 10 (section 2), lesson 13
-# (section 1). Lesson 03 explains bfloat16.
+# (section 1). Lesson 03b explains bfloat16.
 
 # %%
 import math
@@ -131,8 +131,8 @@ cached_gib = 9.35
 asked_gib = 22.78
 at_best_gib = free_gib + cached_gib
 found = "yes" if at_best_gib >= asked_gib else "no"
-print(f"at best {at_best_gib:.2f} GiB are free, and {asked_gib:.2f} GiB are asked for")
 compare("can it help", advice_can_help, found, found="computed", options=("yes", "no"))
+print(f"at best {at_best_gib:.2f} GiB are free, and {asked_gib:.2f} GiB are asked for")
 
 # %% [markdown]
 # Even if the whole cache were freed, this tensor would not fit, and the error prints its advice whether it applies or
@@ -280,12 +280,7 @@ for moment in training_moments(CONFIG, micro_batch=16, data_parallel="none"):
     by_moment[moment.moment] = {name: part / MIB for name, part in moment.parts.items()}
     del by_moment[moment.moment]["buckets"], by_moment[moment.moment]["data"]
 
-plot.bars(
-    by_moment, stacked=True, fmt="{:.1f}",
-    title="Activations go, gradients come", ylabel="MiB",
-    alt="Memory at six moments of a step, in parts: activations are most of it when "
-        "the loss's backward begins; weights, gradients and moments are left at last",
-)
+plot.bars(by_moment, caption="16.moments")
 
 # %% [markdown]
 # The moment *gradients complete* has a little more than the 4 W = 19.4 MiB of our second moment. The rest is temporary:
@@ -300,12 +295,7 @@ plot.bars(
 # The recording can be drawn over time, too.
 
 # %% tags=["figure"]
-plot.memory_timeline(
-    timeline,
-    title="Measured: activations rise in forward and fall in backward",
-    alt="Memory over one step by what it is for: parameters and optimizer state "
-        "throughout, a mountain of activations, gradients that grow while it goes down",
-)
+plot.memory_timeline(timeline, caption="16.timeline")
 
 # %% [markdown]
 # The mountain is highest where forward ends and backward begins. The gradients, in green, begin to grow only then, and
@@ -592,11 +582,7 @@ else:
 # keeps 16 of them (section 2), and its input is one of the 16.
 
 # %% tags=["figure"]
-plot.activation_checkpointing(
-    num_layers=3,
-    alt="Two rows of boxes with what is kept below: everything kept rises to 48 and "
-        "falls again; with checkpointing each forward runs twice, and 18 are kept",
-)
+plot.activation_checkpointing(num_layers=3, caption="16.checkpointing")
 
 # %% [markdown]
 # In the lower row nothing but three inputs is left when forward ends. Then F3 runs once more, now keeping everything,
@@ -766,7 +752,7 @@ check("16.3", Checkpoint)
 # Two things are missing for use on a real model, and PyTorch's `checkpoint` has them. On a **GPU** dropout draws from
 # the generator of that GPU, and `torch.get_rng_state()` is that of the CPU alone: the second run would drop other
 # numbers, and nobody would notice. `torch.cuda.get_rng_state()` has to be kept as well. And under **autocast** (lesson
-# 03, section 4) `backward` usually runs outside of the `with` block: the second run would compute in float32 what the
+# 03b, section 4) `backward` usually runs outside of the `with` block: the second run would compute in float32 what the
 # first one computed in bfloat16. So the state of autocast has to be kept and switched on again. (For a Function,
 # `torch.amp.custom_fwd` and `torch.amp.custom_bwd` do that.)
 #
@@ -781,12 +767,7 @@ steps = {
     "checkpointed": recorded_step(with_checkpointing(new_model()), 16),
     "4 x 4 samples": recorded_step(new_model(), 4, 4),
 }
-plot.memory_timeline(
-    steps,
-    title="The same step in three ways",
-    alt="Memory over one step: plain, one mountain of activations; checkpointed, a low "
-        "line in forward and six teeth in backward; accumulated, four small mountains",
-)
+plot.memory_timeline(steps, caption="16.three_ways")
 
 # %% [markdown]
 # (In the lowest picture F is forward, B backward and O the optimizer.) With checkpointing the peak is a third of what
@@ -1124,7 +1105,6 @@ def forward():
 
 left_mib = allocated_bytes(forward, CPU).left / MIB
 files_mib = sum(file.stat().st_size for file in folder.iterdir()) / MIB
-print(f"in memory {left_mib:.2f} MiB, in files {files_mib:.0f} MiB")
 part = "half"
 if left_mib > 90:
     part = "all"
@@ -1138,6 +1118,7 @@ if files_mib < 97:
 elif files_mib > 107:
     size = "larger"
 compare("the files are", files_are, size, options=("smaller", "as large", "larger"))
+print(f"in memory {left_mib:.2f} MiB, in files {files_mib:.0f} MiB")
 
 # %% [markdown]
 # `pack` is called once for each operation that saves a tensor. What two operations save is written twice, as the hook
@@ -1202,11 +1183,7 @@ SEGMENTS = [
     [(1.5, False), (1.0, True), (1.5, False)],
     [(0.5, True), (1.5, False)],
 ]
-plot.fragments(
-    SEGMENTS, 2.5, title="Free in all, and free in one piece",
-    alt="Three segments with eight blocks: four free ones have 6.5 GiB together, none "
-        "of them holds a request of 2.5 GiB; with expandable segments it fits",
-)
+plot.fragments(SEGMENTS, 2.5, caption="16.fragments")
 
 # %% [markdown]
 # (The dotted parts of the lower row are addresses without memory behind them.) This is **fragmentation**. You recognise
@@ -1388,7 +1365,7 @@ for case in plan.CASES:
 # | checkpointing by operation | activations | 10 in place of 16 | norms and GELU once more |
 # | fused attention, or core repeated | scores | all of them | a few percent of the FLOPs |
 # | offload | activations | all that is moved | two transfers |
-# | bfloat16 by autocast (lesson 03) | activations | nearly half | rounding; a narrow copy of the weights |
+# | bfloat16 by autocast (lesson 03b) | activations | nearly half | rounding; a narrow copy of the weights |
 # | ZeRO-1 | moments | a factor of p | an all-gather (lesson 13) |
 # | expandable segments | fragments | | hardly any time |
 #

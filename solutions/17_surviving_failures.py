@@ -29,7 +29,7 @@
 #   although nothing looks wrong.
 #
 # **Time**: 180 minutes, and 40 more for what is optional. Good places for a break are after sections 1, 2 and 3.
-# **Needs**: lessons 01 (section 1) and 09 (section 2). The end of section 4 trains a layer under FSDP2 (lesson 13,
+# **Needs**: lessons 01 (section 1) and 09 (section 2). The end of section 4 trains a layer under FSDP2 (lesson 13b,
 # section 7), and its signals come from the job script of lesson 14, section 3. Section 5 comes back to the hang of
 # lesson 14, section 6.
 
@@ -86,8 +86,10 @@ print(f"of one GPU:   {16384 * mtbf_s / DAY / 365:.1f} years")
 mtbf_hours_of_1024 = 47.7 * 24 * 8 / 1024
 
 # %% tags=["nbval-check-output"]
-published_hours = 7.9
-compare("hours, 1,024 GPUs", mtbf_hours_of_1024, published_hours, found="published")
+from labcode.teach.labs import papers
+
+published = papers.HOURS_TO_FAILURE
+compare("hours, 1,024 GPUs", mtbf_hours_of_1024, published, found="published")
 at_the_rate_of_llama = 16384 * mtbf_s / 1024 / HOUR
 print(f"at the rate of Llama 3 it would be {at_the_rate_of_llama:.1f} hours")
 
@@ -117,12 +119,7 @@ for minutes in (120, 30, 5):
         save_s=60, restart_s=15 * MINUTE, mtbf_s=mtbf_s, seed=5,
     )
     example[f"every {minutes} min"] = story.events
-plot.runs(
-    example, title="Eight hours of work, with two failures",
-    alt="Three time lines of a run with two failures: with a checkpoint every 2 hours "
-        "much work is lost, with one every 5 minutes much time goes into saving, and "
-        "with one every half hour the run ends first",
-)
+plot.runs(example, caption="17.intervals")
 
 # %% [markdown]
 # If you save seldom you lose much work, and if you save often you spend the time on saving. The best interval lies
@@ -243,13 +240,9 @@ for seconds in (60, save_s):
     young[0].append(best_s / MINUTE)
     young[1].append(100 * failures.overhead(best_s, seconds, restart_s, mtbf_s))
 plot.lines(
-    lines, points={"simulated": circles, "at Young's interval": young}, marks=False,
-    logx=True, logy=True,
-    xlabel="minutes between checkpoints", ylabel="overhead, % of the work",
-    title="A minimum between two slopes",
-    alt="The overhead over the interval falls, is lowest near Young's interval, and "
-        "grows again; for a save of 3 seconds the minimum is lower, at a shorter "
-        "interval, and the two curves meet at long intervals",
+    lines,
+    points={"simulated": circles, "at Young's interval": young},
+    caption="17.overhead",
 )
 
 # %% [markdown]
@@ -327,12 +320,12 @@ folder = Path("runs/naive")
 folder.mkdir(parents=True, exist_ok=True)
 naive_save(folder, 4, files_of(4))
 died_at = l17_disk.killed_in_the_middle(naive_save, folder, 8, files_of(8), at=1)
-print("died before:", died_at)
 found = {}
 for name in files_of(8):
     found[name] = int((folder / name).read_bytes()[:4])
 compare("model", step_of_model, found["model.bin"], within=1)
 compare("optimizer", step_of_optimizer, found["optimizer.bin"], within=1)
+print("died before:", died_at)
 
 # %% [markdown]
 # Both files can be read. No error will ever come: the run goes on with a model and an optimizer that do not belong
@@ -351,9 +344,7 @@ plot.save_steps(
         "2. rename the folder,\nsync the one above": {**OLD, "step-8": "whole"},
         "3. remove\nthe oldest": {"step-8": "whole"},
     },
-    title="At every moment there is a whole checkpoint",
-    alt="Four moments of a save: only step 4; step 4 and a partial step 8; step 4 and "
-        "a whole step 8 after the rename; only step 8 after the oldest was removed",
+    caption="17.save",
 )
 
 # %% [markdown]
@@ -653,12 +644,7 @@ print(f"{len(told)} losses, and the largest difference is {difference:.0e}")
 # columns. Now the run comes back on another grid, where a rank needs columns 2 to 4 of all rows.
 
 # %% tags=["figure"]
-plot.boxes(
-    tiles((6, 8), 2, 2), Box((0, 2), (6, 3)),
-    title="One box of the new grid, out of four of the old one",
-    alt="A matrix in four tiles, written by ranks 0 to 3; the box of a reader covers a "
-        "part of each, two columns of ranks 0 and 2 and one column of ranks 1 and 3",
-)
+plot.boxes(tiles((6, 8), 2, 2), Box((0, 2), (6, 3)), caption="17.box")
 
 # %% [markdown]
 # A box is given by its **offsets**, where it begins in the whole tensor, and its **sizes**. The reader looks at each
@@ -731,7 +717,7 @@ check("17.4", reshard)
 
 # %% [markdown]
 # **The same with PyTorch.** `torch.distributed.checkpoint` (DCP) writes boxes and reads them in this way. Below, four
-# ranks train a layer under FSDP2 (lesson 13, section 7) and save it with its optimizer. Of 7 rows they hold 2, 2, 2
+# ranks train a layer under FSDP2 (lesson 13b, section 7) and save it with its optimizer. Of 7 rows they hold 2, 2, 2
 # and 1. Then three ranks read it, with 3, 3 and 1 rows. `dcp.load` fills the tensors of the dict that it is given.
 
 # %%

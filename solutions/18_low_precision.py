@@ -32,7 +32,7 @@
 #
 # **Time**: 180 minutes, and 125 more for what is optional. Good places for a break are after sections 3, 5 and 7.
 #
-# **Needs**: lesson 01 (section 2), lesson 03 (section 4). For section 9 also lesson 09 (section 2) and lesson 13
+# **Needs**: lesson 01 (section 2), lesson 03b (section 4). For section 9 also lesson 09 (section 2) and lesson 13
 # (section 4), for section 11 lesson 10 (sections 3 and 5).
 
 # %%
@@ -59,9 +59,7 @@ E5M2 = torch.float8_e5m2
 # %% tags=["figure"]
 plot.formats(
     {"bfloat16": (8, 7), "float16": (5, 10), "e5m2": (5, 2), "e4m3": (4, 3)},
-    title="Two 8-bit formats beside the 16-bit ones",
-    alt="Rows of bits: bfloat16 has 8 for the exponent and 7 for the fraction, float16 "
-        "5 and 10, e5m2 5 and 2, e4m3 4 and 3",
+    caption="18.formats",
 )
 
 # %% [markdown]
@@ -95,12 +93,12 @@ def all_values(dtype):
 
 e4m3_values = all_values(E4M3)
 around_100 = e4m3_values[(e4m3_values >= 64) & (e4m3_values < 128)]
-print(f"e4m3 from 64 to 128: {around_100.tolist()}")
 step = around_100.diff()[0].item()
 compare("spacing at 100", spacing_at_100, step, within=1, found="counted")
 e5m2_values = all_values(E5M2)
 least = e5m2_values[e5m2_values > 0].min().item()
 compare("smallest e5m2", smallest_e5m2, least, within=1, found="counted")
+print(f"e4m3 from 64 to 128: {around_100.tolist()}")
 
 # %% [markdown]
 # The range of each format is a stretch of a ruler on which every mark is a power of two. A format with more bits for
@@ -108,11 +106,7 @@ compare("smallest e5m2", smallest_e5m2, least, within=1, found="counted")
 
 # %% tags=["figure"]
 plot.format_ranges(
-    ["float32", "bfloat16", "float16", "e5m2", "e4m3"],
-    title="What the formats can hold, in powers of two",
-    alt="Bars on a logarithmic axis: float32 and bfloat16 reach from about 2^-130 to "
-        "2^128, float16 from 2^-24 to 2^16, e5m2 from 2^-16 to 2^16, e4m3 from 2^-9 to "
-        "2^9",
+    ["float32", "bfloat16", "float16", "e5m2", "e4m3"], caption="18.ranges",
 )
 
 # %% [markdown] tags=["exercise"]
@@ -148,11 +142,11 @@ check("18.1", spacing)
 # Who trains in bfloat16, as nearly everybody does on GPUs since 2020, can go on with section 4. This section is for
 # those who have older GPUs (V100, T4), and for those who meet a `GradScaler` in somebody's code.
 #
-# Of the two formats of 16 bits bfloat16 has the exponent of float32, and needs nothing but the autocast of lesson 03.
+# Of the two formats of 16 bits bfloat16 has the exponent of float32, and needs nothing but the autocast of lesson 03b.
 # float16 has 8 times as many numbers between 1 and 2, and it is the only 16-bit format of GPUs before 2020. Its problem
 # is the range. What is too small for a format becomes 0: it **underflows**.
 #
-# The small GPT of lesson 03 trains in float16 without trouble, because its gradients are large. Now let the batch be
+# The small GPT of lesson 03b trains in float16 without trouble, because its gradients are large. Now let the batch be
 # accumulated from m = 1024 micro-batches. Each backward then starts from loss / 1024, and all its gradients are 1024
 # times as small.
 #
@@ -170,8 +164,8 @@ lost_logits = "nearly all"  # 1/83 / (512 * 1024) is 2.3e-8
 # %%
 from itertools import pairwise
 
-from labcode.teach.labs.l03_by_hand import trained
 from labcode.teach.labs.l03_step import Batches, narrow_model
+from labcode.teach.labs.l03b_by_hand import trained
 from labcode.teach.progress import status
 
 batches = Batches()
@@ -229,11 +223,9 @@ for what, true in SIZES.items():
 # %% tags=["figure"]
 plot.gradient_range(
     SIZES | {"later, times 2^16": later * 2**16},
-    least=2**-25, most=65504,
-    title="loss / 1024: a scale moves gradients into the range",
-    alt="Of the gradients of the logits most lie below the smallest float16; those of "
-        "the weights lie near its lower end, a part of them below it; times 2^16 "
-        "nearly all lie within its range",
+    least=2**-25,
+    most=65504,
+    caption="18.gradients",
 )
 
 # %% [markdown]
@@ -374,12 +366,7 @@ compare("left out at first", left_out, falls.index(False), within=1.3, found="co
 # %% tags=["figure"]
 print(f"left out in all: {sum(falls)} of {len(falls)} updates")
 powers = [math.log2(scale) for scale in scales]
-plot.lines(
-    {"scale": powers}, xlabel="step", ylabel="loss scale, as a power of two",
-    title="Down after each overflow, up after 8 good steps",
-    alt="The scale falls from 2^20 to 2^16 in the first four steps, is level for eight "
-        "steps, doubles, falls after the next overflows, and rises again",
-)
+plot.lines({"scale": powers}, caption="18.scale")
 
 # %% [markdown]
 # If the scale is doubled too early, an update is lost, or a few where the gradients have grown meanwhile. With 2000
@@ -516,11 +503,10 @@ compare("float16 alone", float16_alone, verdict, options=OUTCOMES)
 
 # %% tags=["figure"]
 plot.lines(
-    small, xlabel="step", ylabel="loss (nats per character)", marks=False,
-    title="loss / 1024: float16 alone learns less", wide="float32",
+    small,
+    wide="float32",
     reference={"frequencies of characters alone": batches.frequencies_loss},
-    alt="float32 and float16 with a scaler fall together, below the loss of "
-        "frequencies alone; float16 alone falls more slowly and stays above it",
+    caption="18.float16",
 )
 
 # %% [markdown]
@@ -607,7 +593,8 @@ of_27 = 28.0  # 27 / 2 = 13.5, a tie: 14 is even
 of_3000 = 448.0
 
 # %% tags=["nbval-check-output"]
-saturated = torch.tensor([27.0, 3000.0]).clamp(-448, 448)
+most = torch.finfo(E4M3).max
+saturated = torch.tensor([27.0, 3000.0]).clamp(-most, most)
 rounded = saturated.to(E4M3).float().tolist()
 compare("27", of_27, rounded[0], within=1, found="computed")
 compare("3000", of_3000, rounded[1], within=1, found="computed")
@@ -670,10 +657,10 @@ show_source(formats.cast)
 tensors = lab.tensors()
 plot.gradient_range(
     {name: tensor.numpy() for name, tensor in tensors.items()},
-    least=2**-10, most=448, where="e4m3", above="saturates",
-    title="Three tensors of one layer, and the range of e4m3",
-    alt="Input and weight lie mostly within the range of e4m3, the gradient of the "
-        "output lies far below it",
+    least=2**-10,
+    most=448,
+    where="e4m3",
+    caption="18.tensors",
 )
 
 # %% [markdown]
@@ -694,11 +681,11 @@ def share_lost(x, dtype):
     """Of the numbers that are not zero, the share that is zero after the cast."""
     return (x.to(dtype).float()[in_use] == 0).float().mean().item()
 
-print(f"largest: 2^{math.log2(gradient.abs().max()):.1f}")
 for name, dtype, guess in (("e4m3", E4M3, lost_in_e4m3), ("e5m2", E5M2, lost_in_e5m2)):
     share = share_lost(gradient, dtype)
-    print(f"{name}: {share:.0%} are lost")
     compare(name, guess, lab.part_in_words(share), options=lab.PARTS)
+    print(f"{name}: {share:.0%} are lost")
+print(f"largest: 2^{math.log2(gradient.abs().max()):.1f}")
 
 # %% [markdown]
 # float16 has the same trouble (section 2), and its cure is one number for the whole model, by which the loss is
@@ -721,8 +708,8 @@ nearly_nothing_is_lost = True
 # %%
 scale = 448 / gradient.abs().max()
 lost = share_lost(gradient * scale, E4M3)
-print(f"with the scale {scale:,.0f}: {lost:.2%} are lost")
 compare("nearly nothing is lost", nearly_nothing_is_lost, lost < 0.02)
+print(f"with the scale {scale:,.0f}: {lost:.2%} are lost")
 
 # %% [markdown]
 # What is still lost are the smallest numbers beside much larger ones, in a sum that both go into. That hurts little.
@@ -779,10 +766,7 @@ check("18.5", quantize)
 
 # %% tags=["figure"]
 plot.delayed_scaling(
-    [1, 1, 1, 1, 1, 1, 8, 1, 1, 1, 1, 1, 1], history=4,
-    alt="Bars for the amax of each step: 1, and 8 at step 6. A line for the largest "
-        "number that the scale can hold: 1 until step 6, where the 8 saturates, then 8 "
-        "for four steps, then 1 again",
+    [1, 1, 1, 1, 1, 1, 8, 1, 1, 1, 1, 1, 1], history=4, caption="18.delayed",
 )
 
 # %% [markdown]
@@ -888,10 +872,7 @@ check("18.6", DelayedScaling)
 # | weight gradient | dW = dyᵀ x | dy, x |
 
 # %% tags=["figure"]
-plot.fp8_linear(
-    alt="x and W are quantised to e4m3, dy to e5m2; three products: x and W give y, dy "
-        "and W give dx, dy and x give dW; the results are in higher precision",
-)
+plot.fp8_linear(caption="18.layer")
 
 # %% [markdown]
 # Three tensors are quantised, and each is used twice. x and W take e4m3, which is finer. dy takes e5m2, which is wider.
@@ -1055,11 +1036,8 @@ pairs = zip(other_start, losses["bfloat16"])
 band = [abs(size) for size in lab.smooth([own - other for own, other in pairs])]
 plot.lines(
     differences,
-    xlabel="step", ylabel="nats, mean of 10 steps", marks=False,
     bands={"bfloat16, another start": ([-size for size in band], band)},
-    title="Loss minus that of bfloat16",
-    alt="Four lines that stay within a few thousandths of a nat around zero, far "
-        "inside a grey band, while the loss itself falls from 4.4 to 2.7",
+    caption="18.differences",
 )
 
 # %% [markdown]
@@ -1117,13 +1095,7 @@ for layer in ("attention.qkv", "attention.proj", "mlp.up", "mlp.down"):
     for name, errors in variants.items():
         of_layer[name] = errors[f"blocks.0.{layer}"]
     table[layer] = of_layer
-plot.bars(
-    table, ylabel="error of the weight's gradient, relative", fmt="{:.2f}",
-    title="What the head loses, all earlier layers lose, too",
-    alt="For each of four layers four bars: with the head in float32 the error of the "
-        "gradient is a few percent, with the head in FP8 about twice that, with blocks "
-        "by the standard the largest of all, with blocks that fit again small",
-)
+plot.bars(table, caption="18.head")
 
 # %% [markdown]
 # These are the layers of the first block, which backward reaches last. The error of a gradient is not a matter of the
@@ -1366,22 +1338,14 @@ for size in sizes:
         values.append(lab.relative_error(x, cast(x), ordinary))
 
 before, with_1000 = errors["e4m3"][0], errors["e4m3"][3]
-print(f"e4m3: {before:.3f} without an outlier, {with_1000:.3f} with one of 1000")
 LOST = {"a few percent": 0.03, "a third": 0.33, "all of it": 1.0}
 distance = {answer: abs(lost - with_1000) for answer, lost in LOST.items()}
 nearest = min(distance, key=distance.get)
 compare("e4m3, 1000", error_in_e4m3, nearest, options=LOST)
+print(f"e4m3: {before:.3f} without an outlier, {with_1000:.3f} with one of 1000")
 
 # %% tags=["figure"]
-plot.lines(
-    errors, x=sizes, logx=True,
-    xlabel="size of the outlier, as a multiple of the others",
-    ylabel="relative error of the others",
-    title="An outlier ruins int8 early, e4m3 late, and blocks hardly",
-    alt="The error of int8 is 1 when the outlier is a thousand times larger; that of "
-        "e4m3 is 0.03 up to there and rises beyond; that of mxfp8 stays low, that of "
-        "nvfp4 stays at 0.2 and rises to 1 at a million",
-)
+plot.lines(errors, x=sizes, caption="18.outlier")
 
 # %% [markdown]
 # This is the argument for floating point in 8 bits: it needs no cure for outliers of a thousand. Blocks go further. An
@@ -1566,7 +1530,7 @@ print(f"over dp, rank 1: error {own:.1%} in its own half, {theirs:.0%} in the ot
 # the amax of such tensors over `tp_group` by itself.)
 #
 # **Fully sharded.** The layer is plain again, and the wrapper brings the weights. Beside FSDP1, which the guide has,
-# stands FSDP2 (lesson 13, section 7):
+# stands FSDP2 (lesson 13b, section 7):
 
 # %%
 show_source(with_te.fully_sharded_1)

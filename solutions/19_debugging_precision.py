@@ -73,11 +73,9 @@ broken = train(f"{FP8} --train.steps 50", "runs/broken")[0]
 print(f"validation loss: bfloat16 {bf16.val_loss:.2f}, FP8 {broken.val_loss:.2f}")
 plot.lines(
     {"bfloat16": bf16.losses, "FP8, margin 18": broken.losses},
-    x=range(1, 51), xlabel="step", ylabel="loss (nats)", marks=False,
+    x=range(1, 51),
     reference={"frequencies of characters alone": lab.frequencies_loss()},
-    title="One of the two learns less",
-    alt="The loss in bfloat16 falls from 4.4 to about 2.7; that in FP8 with margin 18 "
-        "ends a little below the dashed line of a model that knows frequencies alone",
+    caption="19.losses",
 )
 
 # %% [markdown]
@@ -97,11 +95,7 @@ plot.lines(
 # the names of the products that make these tensors; the third product, that of forward, is called *fprop*.)
 
 # %% tags=["figure"]
-plot.watched_layer(
-    title="Six tensors of a linear layer, by their names in the YAML",
-    alt="A linear layer with weight and wgrad inside; activation goes in and output "
-        "comes out in forward, gradient comes in and dgrad goes out in backward",
-)
+plot.watched_layer(caption="19.layer")
 
 # %% [markdown]
 # The file consists of blocks. Each has a name of your choice, says which layers it is for, and lists features:
@@ -157,17 +151,12 @@ def mean_of_column(table, column):
 
 lost_activation = mean_of_column(underflows, 0) / 100
 lost_gradient = mean_of_column(underflows, 2) / 100
-print(f"most overflows: {max(max(row) for row in overflows):g} %")
 compare(
     "of activations", lost_of_activations, part_in_words(lost_activation), options=PARTS
 )
 compare("of gradients", lost_of_gradients, part_in_words(lost_gradient), options=PARTS)
-plot.heatmap(
-    underflows, rows=lab.LAYERS, columns=lab.TENSORS, unit="%", fmt="{:.1f}",
-    title="What the cast loses in step 40, in percent",
-    alt="A table of eight layers: activations and weights lose 90 percent and more in "
-        "each of them, gradients next to nothing, but for those of qkv",
-)
+print(f"most overflows: {max(max(row) for row in overflows):g} %")
+plot.heatmap(underflows, rows=lab.LAYERS, columns=lab.TENSORS, caption="19.underflows")
 
 # %% [markdown]
 # Activations and weights are lost in all layers, and most gradients arrive whole. Nothing overflows anywhere: the
@@ -215,12 +204,7 @@ from labcode.precision import moments
 parts = {"rank 0": [1.0, 2.0, 3.0], "rank 1": [11.0, 12.0, 13.0]}
 whole = torch.tensor(parts["rank 0"] + parts["rank 1"])
 compare("std of all six", std_of_all, whole.std().item(), within=1.05, found="computed")
-plot.spread_of_parts(
-    parts,
-    title="Two parts that spread little, and a whole that spreads much",
-    alt="Three values around 2 on rank 0 and three around 12 on rank 1, each with std "
-        "1; all six have mean 7 and std 5.55",
-)
+plot.spread_of_parts(parts, caption="19.spread")
 
 # %% [markdown]
 # A mean of the two would have been 1, and wrong. What has to travel in place of the std? Let a part have n values,
@@ -413,10 +397,9 @@ compare("weights, no rule", weights_without, without_rule, within=1, found="coun
 from labcode.topology import GridShape
 
 plot.reduction_groups(
-    GridShape(tp=2, dp=2), [(), ("tp",), ("dp",), ("tp", "dp")],
-    title="Files of four ranks, for each choice",
-    alt="Over none there are four different files, over tp two, one for each row, over "
-        "dp two, one for each column, over both one",
+    GridShape(tp=2, dp=2),
+    [(), ("tp",), ("dp",), ("tp", "dp")],
+    caption="19.four_ranks",
 )
 
 # %% [markdown]
@@ -517,10 +500,7 @@ print(f"TensorBoard and the file agree: {agree}")
 
 # %% tags=["figure"]
 plot.reduction_groups(
-    GridShape(tp=2, dp=2, pp=2), [("tp",), ("tp", "dp")],
-    title="Files of eight ranks",
-    alt="Over tp there are four files, two in each stage; over tp and dp there are "
-        "two, one for each stage",
+    GridShape(tp=2, dp=2, pp=2), [("tp",), ("tp", "dp")], caption="19.eight_ranks",
 )
 
 # %% [markdown] tags=["exercise"]
@@ -662,11 +642,9 @@ bars = dict(halves)
 for name, loss in products.items():
     bars[f"attention, {name} of MLP"] = loss
 plot.bars(
-    bars, fmt="{:.2f}", ylabel="validation loss after 30 steps (nats)",
+    bars,
     reference={"frequencies of characters alone": lab.frequencies_loss()},
-    title="What is in FP8 with margin 18, and how far it learns",
-    alt="Six bars: nothing, attention, and attention with dgrad or wgrad of the MLP "
-        "end near 2.8; the MLP, and attention with fprop of the MLP, end above 3.1",
+    caption="19.six_runs",
 )
 
 # %% [markdown]
@@ -719,11 +697,9 @@ bf16 = train("--train.dtype bfloat16 --train.steps 50", "runs/bf16")[0]
 print(f"validation loss: bfloat16 {bf16.val_loss:.2f}, FP8 {mended.val_loss:.2f}")
 plot.lines(
     {"bfloat16": bf16.losses, "FP8, scales of their own": mended.losses},
-    x=range(1, 51), xlabel="step", ylabel="loss (nats)", marks=False,
+    x=range(1, 51),
     reference={"frequencies of characters alone": lab.frequencies_loss()},
-    title="Scales of their own repair the run",
-    alt="FP8 with scales of its own follows bfloat16 down to about 2.7, far below the "
-        "line of frequencies alone",
+    caption="19.own_scales",
 )
 
 # %% [markdown]
@@ -798,11 +774,8 @@ compare("own, copies", scales_of_copies, len(set(copies)), within=1, found="coun
 # %% tags=["figure"]
 plot.bars(
     {f"rank {rank}": 1e6 * value for rank, value in enumerate(own)},
-    ylabel="1 / scale, in millionths", fmt="{:.0f}",
     reference={"delayed scaling, all ranks": 1e6 * delayed[0]},
-    title="One weight in four parts, with a scale each",
-    alt="Four bars of different heights are the scales from the ranks' own parts; a "
-        "dashed line is the one scale of delayed scaling",
+    caption="19.four_parts",
 )
 
 # %% [markdown]
@@ -847,9 +820,6 @@ exact = first_losses(IN_FLOAT32)
 rounded = first_losses(f"{IN_FLOAT32} --debug.config rounded.yaml")
 
 # %%
-for tp in (1, 2, 4):
-    print(f"tp {tp}: float32 {exact[tp]:.6f}, weights as in e4m3 {rounded[tp]:.6f}")
-
 SIZES = ("1e-7", "1e-4", "0.1")
 
 def apart(losses):
@@ -863,6 +833,8 @@ def apart(losses):
 
 compare("without", apart_without, apart(exact), options=SIZES)
 compare("with FakeQuant", apart_with_fake_quant, apart(rounded), options=SIZES)
+for tp in (1, 2, 4):
+    print(f"tp {tp}: float32 {exact[tp]:.6f}, weights as in e4m3 {rounded[tp]:.6f}")
 
 # %% [markdown]
 # The rounding itself moves the loss by several parts in ten thousand, and the layout by about a fifth of that. Both
@@ -909,13 +881,13 @@ in_8_bits = {
 }
 
 # %%
+disabled = in_8_bits["DisableQuantizationLayer"]
+equal = sum(disabled[tp] == in_8_bits["bfloat16"][tp] for tp in (1, 2, 4))
+compare("equal to bfloat16", equal_to_bfloat16, equal, within=1, found="counted")
 for name, losses in in_8_bits.items():
     shown = ", ".join(f"{loss:.6f}" for loss in losses.values())
     spread = max(losses.values()) - min(losses.values())
     print(f"{name:27} {shown}, apart by {spread:.1e}")
-disabled = in_8_bits["DisableQuantizationLayer"]
-equal = sum(disabled[tp] == in_8_bits["bfloat16"][tp] for tp in (1, 2, 4))
-compare("equal to bfloat16", equal_to_bfloat16, equal, within=1, found="counted")
 
 # %% [markdown]
 # bfloat16 itself is a little different on each layout, as sums are rounded in another order. With a scale for each
@@ -1042,10 +1014,10 @@ _ = train(f"{ZEROS} --train.steps 1 --train.dtype float32", "runs/zeros")
 
 # %% tags=["nbval-check-output"]
 counted = debug.read_statistics(Path("runs/zeros/debug"), 0)
-for (name, _), value in counted.items():
-    print(f"{name}: {value:.0f}")
 zeros = counted["blocks.0.mlp.down_activation_zeros", 0]
 compare("zeros", share_of_zeros, zeros, within=1, found="counted")
+for (name, _), value in counted.items():
+    print(f"{name}: {value:.0f}")
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 19.5 · Dead units
@@ -1191,11 +1163,8 @@ plot.lines(
     {"error": errors, "bound": bounds},
     points={"the first above its bound": ([first], [errors[first]])},
     upright={"backward begins": backward},
-    xlabel="tensor, in the order in which a step makes them",
-    ylabel="relative error", logy=True, marks=False,
-    title=f"The error begins at the {names[first]}",
-    alt="The error is zero for more than half of the tensors, jumps to a thousandth at "
-        "one tensor of backward, and stays above the bound for most tensors after it",
+    tensor=names[first],
+    caption="19.tensors",
 )
 
 # %% [markdown]
@@ -1417,13 +1386,13 @@ _ = ranks.run(with_te.quietly, log_own_number, "runs/numbers")
 
 # %% tags=["nbval-check-output"]
 files = sorted(Path("runs/numbers/nvdlfw_inspect_statistics_logs").iterdir())
-print(*[file.name for file in files], sep="\n")
 lines = files[1].read_text().splitlines()
 means = [float(line.split("value=")[1]) for line in lines]
 compare("over none", mean_over_none, means[0], within=1)
 compare("over tp", mean_over_tp, means[1], within=1)
 compare("over dp", mean_over_dp, means[2], within=1)
 compare("over both", mean_over_both, means[3], within=1)
+print(*[file.name for file in files], sep="\n")
 
 # %% [markdown]
 # And if nobody sets a group? The guide of Transformer Engine says two things: that statistics are then reduced over all

@@ -69,9 +69,9 @@ GIB = 2**30
 in_matrices = 12 * 96 * 12_288**2
 
 # %% tags=["nbval-check-output"]
-print(lab.GPT3)
 counted = lab.count_weights(lab.GPT3)
 compare("all weights of GPT-3", in_matrices, counted, within=1.01, found="counted")
+print(lab.GPT3)
 
 # %% [markdown]
 # The model was built with labcode's own GPT on PyTorch's device *meta*, which has shapes and no memory. What 12 L h²
@@ -129,13 +129,7 @@ for tokens in sequence_lengths:
     total = sum(each_token.values())
     for name, value in each_token.items():
         forward[name].append(100 * value / total)
-plot.lines(
-    forward, x=sequence_lengths, logx=True,
-    xlabel="tokens of a sample", ylabel="% of the FLOPs",
-    title="The longer the samples, the larger the share of attention",
-    alt="The products of the layers take nearly everything up to 8,192 tokens; at "
-        "131,072 tokens attention takes nearly two thirds; the head stays below one",
-)
+plot.lines(forward, x=sequence_lengths, caption="20.lengths")
 
 # %% [markdown]
 # Take GPT-3 with samples of 2,048 tokens. A rule of thumb says 6 FLOPs for each weight and token.
@@ -222,9 +216,10 @@ stage_2 = 7.5 * (2 + 2 / 64 + 12 / 64)
 stage_3 = 7.5 * (2 + 2 + 12) / 64
 
 # %% tags=["nbval-check-output"]
-in_the_paper = {"no ZeRO": 120, "stage 1": 31.4, "stage 2": 16.6, "stage 3": 1.9}
+from labcode.teach.labs import papers
+
 guesses = (without_zero, stage_1, stage_2, stage_3)
-for guess, (name, published_GB) in zip(guesses, in_the_paper.items()):
+for guess, (name, published_GB) in zip(guesses, papers.ZERO_GB.items()):
     compare(name, guess, published_GB, within=1.02, found="published")
 
 # %% [markdown]
@@ -327,13 +322,7 @@ parts = {}
 for name, layout in layouts.items():
     in_bytes = lab.memory_parts(lab.GPT_13B, layout, global_batch=64)
     parts[name] = {part: value / GIB for part, value in in_bytes.items()}
-plot.bars(
-    parts, ylabel="GiB", fmt="{:.0f}",
-    title="13 billion weights on 64 GPUs: what one of them keeps",
-    alt="Plain data parallelism keeps 191 GiB of states; ZeRO-1 50, ZeRO-3 3, and a "
-        "layout with pipeline and tensor parallelism 13; activations are 12 GiB in the "
-        "first three and 3 in the last",
-)
+plot.bars(parts, caption="20.memory")
 
 # %% [markdown]
 # The formulas of this lesson know no experts: they count neither their layers nor the messages of expert
@@ -368,17 +357,14 @@ roof = [min(reached, intensity * stream) / 1e12 for intensity in flops_per_byte]
 gelu = 1.0
 product = 2 * 2048 * 12288 * 12288 / (2 * (2 * 2048 * 12288 + 12288 * 12288))
 plot.lines(
-    {"reached": roof}, x=flops_per_byte, logx=True, logy=True, marks=False,
-    xlabel="FLOPs for each byte that is read or written", ylabel="TFLOP/s",
+    {"reached": roof},
+    x=flops_per_byte,
     reference={"peak of the datasheet": peak / 1e12},
     points={
         "elementwise, such as GELU": ([gelu], [gelu * stream / 1e12]),
         "a product of GPT-3": ([product], [reached / 1e12]),
     },
-    title="The roofline of an A100",
-    alt="A line that rises with the FLOPs per byte and becomes flat at 271 TFLOP/s, "
-        "below the peak of 312; GELU is far down on the slope, a product of GPT-3 is "
-        "on the flat part",
+    caption="20.roofline",
 )
 
 # %% [markdown]
@@ -457,13 +443,7 @@ check("20.4", bus_bytes_per_s)
 # the step depends on the schedule; how long the step takes does not.)
 
 # %% tags=["figure"]
-plot.step_anatomy(
-    stages=4, micro_batches=8,
-    title="A step: micro-batches, the bubble, the gradients",
-    alt="Four rows, one for each stage; each has 8 boxes of products, all-reduces and "
-        "messages, starts one box later than the row above, and waits for 3 boxes in "
-        "all; at the end all rows have an all-reduce of gradients",
-)
+plot.step_anatomy(stages=4, micro_batches=8, caption="20.anatomy")
 
 # %% [markdown]
 # A stage is busy for m boxes and waits for pp - 1: together (m + pp - 1) boxes (lesson 12). Then the gradients travel.
@@ -591,13 +571,7 @@ print(run.source)
 # %% tags=["figure"]
 found = estimate.estimate(run.model, run.shape, run.cluster, run.settings)
 parts = {name: part_s for name, part_s in found.parts.items() if part_s > 0.05}
-plot.bars(
-    dict(sorted(parts.items(), key=lambda part: -part[1])),
-    ylabel="seconds", fmt="{:.1f}",
-    title="GPT-3 on 1,024 A100s: where labcode sees the time",
-    alt="Products take 16 seconds, checkpointing nearly 6, tp more than 3, the bubble "
-        "about 2, attention and elementwise operations 1 or 2 each",
-)
+plot.bars(dict(sorted(parts.items(), key=lambda part: -part[1])), caption="20.gpt3")
 
 # %% [markdown]
 # Attention was not fused in 2021: it wrote its scores to memory, and that costs time which no FLOP shows.
@@ -618,13 +592,13 @@ worse = "45 % of the peak"
 
 # %%
 errors = lab.errors()
+plain = {name: error.regret for name, error in errors.items() if "," not in name}
+found = max(plain, key=plain.get)
+compare("worse at picking", worse, found, found="computed", options=plain)
 print(f"{'':36} {'runs':>5} {'median':>8} {'p90':>8} {'regret':>8}")
 for name, error in errors.items():
     numbers = f"{error.median:8.1%} {error.p90:8.1%} {error.regret:8.1%}"
     print(f"{name:36} {error.runs:5} {numbers}")
-plain = {name: error.regret for name, error in errors.items() if "," not in name}
-found = max(plain, key=plain.get)
-compare("worse at picking", worse, found, found="computed", options=plain)
 
 # %% [markdown]
 # Read this table critically:
@@ -705,7 +679,7 @@ print(f"                            {zero3.other_s:5.1f} s measured")
 #
 # | question | threshold | derived in |
 # |---|---|---|
-# | how many tokens of a micro-batch hide ZeRO-3? | Φ/β | lesson 13, section 5 |
+# | how many tokens of a micro-batch hide ZeRO-3? | Φ/β | lesson 13b, section 5 |
 # | up to which tp does a layer compute longer than it sends? | (tp - 1) < 9 h β / (2 Φ), with β inside a node | lesson 09, section 4 |
 # | how many micro-batches keep the bubble below a tenth? | m ≥ 10 (pp - 1) | lesson 12, section 2 |
 #
@@ -726,10 +700,10 @@ for micro_batch in (1, 2, 4):
     layout = lab.Layout(dp=128, zero=3, micro_batch=micro_batch)
     parts = lab.step_parts(lab.GPT_39B, layout, 512, a100)
     exposed[micro_batch] = parts["fsdp"] / parts["product"]
-    share = exposed[micro_batch]
-    print(f"{micro_batch} samples: ZeRO-3 adds {share:.0%} to the products")
 enough = min(size for size, share in exposed.items() if share < 0.2)
 compare("samples", samples_needed, enough, within=1.1, found="computed")
+for micro_batch, share in exposed.items():
+    print(f"{micro_batch} samples: ZeRO-3 adds {share:.0%} to the products")
 
 largest_tp = 1 + 9 * 8192 * 220e9 / (2 * a100.flops_per_s)
 print(f"tp inside a node sends less than it computes up to tp = {largest_tp:.0f}")
@@ -818,10 +792,7 @@ theirs = plan.plan(
 )
 best = theirs.ranked[0]
 ours_s, _ = lab.by_labcode(lab.GPT_13B, ours.layout, 64, load_cluster("selene"))
-print("ours:  ", ours.layout)
-print("theirs:", best.shape, "micro-batch", best.settings.micro_batch)
 ratio = ours_s / best.step_s
-print(f"ours takes {ratio:.2f} times as long")
 verdict = "longer"
 if ratio <= 1.05:
     verdict = "as long"
@@ -829,6 +800,9 @@ elif ratio >= 1.25:
     verdict = "far longer"
 LENGTHS = ("as long", "longer", "far longer")
 compare("ours", ours_by_theirs, verdict, found="computed", options=LENGTHS)
+print("ours:  ", ours.layout)
+print("theirs:", best.shape, "micro-batch", best.settings.micro_batch)
+print(f"ours takes {ratio:.2f} times as long")
 
 # %% [markdown]
 # One case proves little. On another cluster, or with other sizes, the two may choose differently: change `selene` and
@@ -869,11 +843,10 @@ for title, entry in {
 }.items():
     named[title] = (entry.step_s, entry.memory_bytes / GIB)
 plot.layout_map(
-    groups, named=named, limit_gib=(a100.memory_bytes - lab.RESERVED_BYTES) / GIB,
-    title="Every layout of a 39B GPT on 128 A100s",
-    alt="A cloud of points; many lie above the dashed line and do not fit; the fastest "
-        "that fits uses ZeRO-3 and takes 10 seconds, the smallest uses ZeRO-3 as well "
-        "and takes more than ten times as long",
+    groups,
+    named=named,
+    limit_gib=(a100.memory_bytes - lab.RESERVED_BYTES) / GIB,
+    caption="20.layouts",
 )
 
 # %% tags=["nbval-check-output"]
@@ -912,13 +885,7 @@ for name, points in {
     "strong: 13B, 1,024 samples": strong, "weak: 39B, 2 samples a GPU": weak,
 }.items():
     curves[name] = [(point.gpus, point.efficiency, point.limit) for point in points]
-plot.scaling(
-    curves,
-    title="Which share of the best layout's step is arithmetic, and what limits it",
-    alt="Strong scaling stays above 0.9 up to 256 GPUs and then falls ever faster; "
-        "weak scaling begins at 0.7, rises to 0.9 and falls slowly; the limit stands "
-        "below each point",
-)
+plot.scaling(curves, caption="20.scaling")
 
 # %% [markdown]
 # With a fixed batch there is less and less work for each GPU, while the gradients stay as large as they are. In the end

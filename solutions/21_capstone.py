@@ -217,11 +217,7 @@ named = {
     "the fastest that fits": (fastest.step_s, fastest.memory_bytes / GIB),
 }
 plot.layout_map(
-    groups, named=named, limit_gib=brief.room_bytes / GIB,
-    title="380 layouts of the 70B GPT on 1,024 H100s",
-    alt="A cloud of points from 3.4 seconds to more than a minute; the fastest, with "
-        "ZeRO-3, lies above the dashed line at 109 GiB; the fastest that fits is a "
-        "pipeline with 4.3 seconds and 62 GiB",
+    groups, named=named, limit_gib=brief.room_bytes / GIB, caption="21.layouts",
 )
 
 # %% tags=["nbval-check-output"]
@@ -259,12 +255,6 @@ winner_is = "one without a pipeline"
 from dataclasses import replace
 
 KINDS_OF_WINNER = ("same", "another one with a pipeline", "one without a pipeline")
-print(f"{'bytes':7} {'seconds':>7} {'GiB':>5}  layout")
-for convention in lab.CONVENTIONS:
-    for found in lab.fitting(replace(brief, convention=convention))[:4]:
-        gib = found.memory_bytes / GIB
-        print(f"{convention:7} {found.step_s:7.2f} {gib:5.1f}  {tuple(found.layout)}")
-
 other = lab.fitting(replace(brief, convention="2+2+12"))[0].layout
 if other == fastest.layout:
     kind = KINDS_OF_WINNER[0]
@@ -273,6 +263,11 @@ elif other.pp > 1:
 else:
     kind = KINDS_OF_WINNER[2]
 compare("with 2+2+12", winner_is, kind, found="computed", options=KINDS_OF_WINNER)
+print(f"{'bytes':7} {'seconds':>7} {'GiB':>5}  layout")
+for convention in lab.CONVENTIONS:
+    for found in lab.fitting(replace(brief, convention=convention))[:4]:
+        gib = found.memory_bytes / GIB
+        print(f"{convention:7} {found.step_s:7.2f} {gib:5.1f}  {tuple(found.layout)}")
 
 # %% [markdown]
 # With 2+2+12 ZeRO-3 over 512 ranks wins, with tp 2 and no pipeline; the layout that won above is the fourth now. Three
@@ -356,13 +351,13 @@ chosen = lab.fitting(brief)[0].layout
 before = lab.predicted(chosen, brief).parts
 after = lab.predicted(eight_stages, brief).parts
 growth = lab.growth(before, after)
-for name, more_s in growth.items():
-    if abs(more_s) > 0.01:
-        print(f"{name:12} {before[name]:.2f} s -> {after[name]:.2f} s")
 compare(
     "grows most", grows_most, max(growth, key=growth.get),
     found="computed", options=("tp", "bubble", "dp"),
 )
+for name, more_s in growth.items():
+    if abs(more_s) > 0.01:
+        print(f"{name:12} {before[name]:.2f} s -> {after[name]:.2f} s")
 
 # %% [markdown]
 # Twice as many stages with twice as many micro-batches leave nearly the same share of bubble, (pp - 1) / m: 3/16 and
@@ -429,11 +424,7 @@ plot.step_parts(
         "tp 8 in place of 4": with_tp_8.parts,
         "full checkpointing": checkpointed.parts,
     },
-    title="Why two other layouts lose",
-    alt="Three bars; the chosen layout takes 4.29 seconds, most of it products and "
-        "attention; with tp 8 the part of tp more than doubles, and the step takes "
-        "4.80 seconds; with full checkpointing a part of 1 second is added, and the "
-        "step takes 5.68 seconds",
+    caption="21.rivals",
 )
 
 # %% [markdown]
@@ -725,10 +716,7 @@ plot.bars(
             "measured": 1e3 * miniature.step_s,
         },
     },
-    ylabel="ms of a step",
-    title="Predicted with the factor of one run, and measured",
-    alt="Two groups of three bars: predicted, with the factor of one run, measured; in "
-        "each group the bars differ by less than a factor of two",
+    caption="21.run",
 )
 
 # %% [markdown]
@@ -784,12 +772,12 @@ save_s = checkpoint_bytes / 20e9
 interval_s = failures.daly_interval_s(save_s, mtbf_s)
 longer = failures.overhead(interval_s, save_s, restart_s=600, mtbf_s=mtbf_s)
 num_failures = days * DAY_S / mtbf_s
-print(f"checkpoint {checkpoint_bytes / 1e9:.0f} GB, saved in {save_s:.0f} s")
-print(f"a failure every {mtbf_s / 3600:.0f} hours")
-print(f"a checkpoint every {interval_s / 60:.0f} minutes")
 compare("failures", failures_guess, num_failures, within=1.2, found="computed")
 nearest = min((3, 10, 30), key=lambda percent: abs(percent - 100 * longer))
 compare("longer by, %", longer_percent, nearest, options=(3, 10, 30), found="computed")
+print(f"checkpoint {checkpoint_bytes / 1e9:.0f} GB, saved in {save_s:.0f} s")
+print(f"a failure every {mtbf_s / 3600:.0f} hours")
+print(f"a checkpoint every {interval_s / 60:.0f} minutes")
 print(f"{longer:.1%}")
 
 # %% [markdown]

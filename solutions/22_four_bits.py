@@ -180,14 +180,7 @@ for kind in ("positive", "of both signs"):
     curves[f"{kind}, one sum"] = [error_of(length, kind) for length in lengths]
     in_pieces = [error_of(length, kind, piece=128) for length in lengths]
     curves[f"{kind}, pieces of 128"] = in_pieces
-plot.lines(
-    curves, x=lengths, logx=True, logy=True,
-    xlabel="length of the sum, K", ylabel="relative error of the product",
-    title="A sum of 14 bits, whole and in pieces",
-    alt="Two rising lines for whole sums: for positive numbers from 0.0005 at 128 to "
-        "0.07 at 4,096, for numbers of both signs from 0.0001 to 0.001; two level "
-        "lines for sums in pieces of 128",
-)
+plot.lines(curves, x=lengths, caption="22.sums")
 
 # %% [markdown]
 # Numbers of both signs cancel, so that the running sum grows more slowly, and the cuts cancel in part as well.
@@ -220,9 +213,7 @@ print(f"largest error at K = 4,096: {worst:.1%}")
 # %% tags=["figure"]
 plot.scale_blocks(
     {"one scale": (8, 8), "tiles of 1 x 4": (1, 4), "squares of 4 x 4": (4, 4)},
-    title="Which numbers of a matrix share a scale, s",
-    alt="Three matrices of 8 x 8 numbers: one block with the scale s0; sixteen blocks "
-        "of one row and four columns; four blocks of four rows and four columns",
+    caption="22.blocks",
 )
 
 # %% [markdown]
@@ -427,13 +418,7 @@ for name, rounding in {"to nearest": "nearest", "by chance": "stochastic"}.items
         once = formats.cast(sizes, formats.E2M1, rounding=rounding, generator=generator)
         mean += once / 200
     means[name] = mean.tolist()
-plot.lines(
-    means, x=sizes.tolist(), marks=False, wide="by chance",
-    xlabel="x", ylabel="mean of 200 casts to e2m1",
-    title="To nearest is a staircase on average too",
-    alt="A staircase with steps at the eight numbers of e2m1, and a wide band along "
-        "the diagonal that bends to level at 6, where both saturate",
-)
+plot.lines(means, x=sizes.tolist(), wide="by chance", caption="22.casts")
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 22.4 · The cast by chance
@@ -526,10 +511,8 @@ block[0, 5] = 12.0
 after = lab.turned(block)
 plot.lines(
     {"before the turn": block[0].tolist(), "after it": after[0].tolist()},
-    x=list(range(16)), xlabel="place in the block", ylabel="number",
-    title="The large number is spread over its block",
-    alt="Before the turn fifteen numbers lie between -2 and 2 and one is 12; after it "
-        "all sixteen lie between about -5 and 5",
+    x=list(range(16)),
+    caption="22.turn",
 )
 
 # %% [markdown] tags=["exercise"]
@@ -581,13 +564,16 @@ pairs = {
     "large numbers": torch.where(is_large, 20 * ordinary, ordinary),
     "the head": lab.operands_of_the_head(),
 }
+errors = {}
 gains = {}
 for name, (dy, x) in pairs.items():
     plain = error_of_product(dy, x, torch.clone)
     with_turn = error_of_product(dy, x, lab.turned)
+    errors[name] = (plain, with_turn)
     gains[name] = plain / with_turn
-    print(f"{name:14} error {plain:.3f}, with the turn {with_turn:.3f}")
 compare("helps most", helps_most, max(gains, key=gains.get), options=tuple(pairs))
+for name, (plain, with_turn) in errors.items():
+    print(f"{name:14} error {plain:.3f}, with the turn {with_turn:.3f}")
 
 # %% [markdown]
 # Large numbers by themselves are no trouble for a floating-point format: each is rounded relative to its own size, and
@@ -707,13 +693,9 @@ others = [beside("bfloat16", seed) for seed in (1, 2)]
 band = [max(abs(a), abs(b)) for a, b in zip(*others)]
 plot.lines(
     {run: beside(run, 0)[40:] for run in gaps},
-    x=list(range(40, lab.STEPS)), marks=False,
+    x=list(range(40, lab.STEPS)),
     bands={"bfloat16, other starts": ([-b for b in band[40:]], band[40:])},
-    xlabel="step", ylabel="nats, mean of 40 steps",
-    title="Loss in four bits minus that in bfloat16",
-    beside=True,
-    alt="A grey band around zero; the line of rounding to nearest lies above it for "
-        "most of the run, the three others lie within it",
+    caption="22.runs",
 )
 
 # %% [markdown]

@@ -26,6 +26,7 @@ from typing import Any
 import jupytext
 
 from labcode.pool.ranks import Ranks
+from tools import course_map
 
 SOLUTIONS = Path(__file__).resolve().parents[1] / "solutions"
 MIN_RIGHT = 3
@@ -93,7 +94,7 @@ def solution_of(lesson: str, name: str) -> str:
     """The source of what a lesson's solution defines under a name, as it stands in its cell.
 
     Args:
-        lesson: "05".
+        lesson: "05", or "13b".
         name: Of a function, a class or a value.
     """
     _, cell = _cell_that_defines(lesson, name)
@@ -111,7 +112,7 @@ def answer(exercise: str, kept: Answers, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, Changed):
         return value if isinstance(kept.solves, tuple) else (value,)
     names = kept.solves if isinstance(kept.solves, tuple) else (kept.solves,)
-    lesson = f"{exercise.split('.')[0]:>02}"
+    lesson = course_map.source_of_exercise(exercise).stem
     cells = dict(_cell_that_defines(lesson, name) for name in names)
     unused = set(value.changes)
     namespace = _names_before(lesson, min(cells))
@@ -130,7 +131,7 @@ def answer(exercise: str, kept: Answers, value: Any) -> tuple[Any, ...]:
 @functools.cache
 def _cells(lesson: str) -> tuple[str, ...]:
     """The code cells of a lesson, without the marks of its solutions."""
-    (path,) = SOLUTIONS.glob(f"{lesson}_*.py")
+    (path,) = SOLUTIONS.glob(f"{lesson}*.py")
     notebook = jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent")
     found = []
     for cell in notebook.cells:

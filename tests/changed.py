@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from choice import ITSELF, NOT, THROUGH
 
+from tools import course_map
+
 ROOT = Path(__file__).resolve().parents[1]
 QUOTED = "nbval-check-output"  # the tag of a cell whose stored output is compared
 
@@ -148,7 +150,9 @@ def executed(notebook: str) -> list[tuple[str, object]]:
 
 def lessons() -> list[str]:
     """The numbers of all lessons, such as "04"."""
-    return sorted(path.name[:2] for path in (ROOT / "solutions").glob("[0-9][0-9]_*.py"))
+    return sorted(
+        path.name.partition("_")[0] for path in (ROOT / "solutions").glob("[0-9][0-9]*_*.py")
+    )
 
 
 @functools.cache
@@ -175,10 +179,10 @@ def lesson_of(item: pytest.Item) -> str | None:
         return None
     source = item.callspec.params.get("source")
     if isinstance(source, Path):
-        return source.name[:2]
+        return source.name.partition("_")[0]
     exercise = item.callspec.params.get("exercise")
     if isinstance(exercise, str) and re.match(r"\d+\.\d+", exercise):
-        return f"{int(exercise.split('.')[0]):02d}"
+        return course_map.source_of_exercise(exercise).name.partition("_")[0]
     return None
 
 

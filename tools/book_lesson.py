@@ -1,8 +1,9 @@
 """A lesson as a page of the book: the executed solution, with what gives answers away folded.
 
 The instructor's notes are left out. An exercise shows its hints, folded, and the code as learners
-get it; the solution is folded, and so are answers to predictions, the code that only draws a
-figure, and the library's own version beside an exercise. Figures become files of their own.
+get it. Its solution is folded, and so are predictions and what they are compared with, the code
+that only draws a figure, and the library's own version beside an exercise. Figures become files of
+their own.
 """
 
 import ast
@@ -42,7 +43,7 @@ class Page(NamedTuple):
 
 def hints(lesson: Lesson, root: Path) -> dict[str, list[str]]:
     """{exercise: its hints}, read from the checks of a lesson without importing them."""
-    path = root / CHECKS / f"l{lesson.number}.py"
+    path = root / CHECKS / f"l{lesson.number[:2]}.py"  # 13b goes on with the exercises of 13
     found: dict[str, list[str]] = {}
     if not path.exists():
         return found
@@ -147,17 +148,21 @@ def _code(
 ) -> list[NotebookNode]:
     """A code cell, folded where it gives an answer away, behind what learners get."""
     cells = [cell]
+    hidden = "hide-input"
     is_exercise = "exercise" in tags and for_learners != cell.source
     if is_exercise:
         cells.insert(0, new_code_cell(for_learners, id=f"{cell.id}-open"))
         fold = f"Solution of exercise {exercise}"
     elif "predict" in tags:
-        fold = "An answer to predict with"
+        fold = "One possible prediction"
     elif "figure" in tags and re.match(r"(?:plot|draw)\.\w+\(", cell.source):
         fold = "Code of the figure"
+    elif re.search(r"(?m)^ *compare\(", cell.source):
+        fold = "What came out, beside the prediction"
+        hidden = "hide-output"
     else:
         return cells
-    cell.metadata["tags"] = ["hide-input"]
+    cell.metadata["tags"] = [hidden]
     cell.metadata["mystnb"] = {"code_prompt_show": fold, "code_prompt_hide": fold}
     return cells
 

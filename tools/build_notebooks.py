@@ -42,7 +42,7 @@ def sources(root: Path, wanted: list[str]) -> list[Path]:
     Raises:
         LessonError: A wanted lesson does not exist.
     """
-    found = sorted((root / "solutions").glob("[0-9][0-9]_*.py"))
+    found = sorted((root / "solutions").glob("[0-9][0-9]*_*.py"))
     for prefix in wanted:
         if not any(path.stem.startswith(prefix) for path in found):
             exist = ", ".join(path.stem for path in found) or "none yet"
@@ -193,7 +193,7 @@ def orphans(root: Path) -> list[str]:
     known = {path.stem for path in sources(root, [])}
     problems = []
     for folder in ("notebooks", "solutions"):
-        for path in sorted((root / folder).glob("[0-9][0-9]_*.ipynb")):
+        for path in sorted((root / folder).glob("[0-9][0-9]*_*.ipynb")):
             if path.stem not in known and course.KEPT not in path.name:
                 problems.append(f"{folder}/{path.name} has no source solutions/{path.stem}.py")
     return problems

@@ -26,7 +26,7 @@ def main(root: Path = ROOT, wanted: list[str] | None = None) -> int:
     Returns:
         The exit code: 1 if any lesson failed.
     """
-    paths = sorted((root / "solutions").glob("[0-9][0-9]_*.ipynb"))
+    paths = sorted((root / "solutions").glob("[0-9][0-9]*_*.ipynb"))
     if not paths:
         print("no solution notebook found: run `make notebooks`")
         return 1

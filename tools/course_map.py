@@ -5,6 +5,7 @@ A lesson says all of it at its top: `# # 04 · Title`, `**Time**: 80 minutes`,
 INSTRUCTORS.md and the slides are made from it. Only the names of the parts are written here.
 """
 
+import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -61,9 +62,18 @@ class Lesson(NamedTuple):
 def lessons(root: Path = ROOT) -> list[Lesson]:
     """All lessons that have a source, in order."""
     found = []
-    for path in sorted((root / "solutions").glob("[0-9][0-9]_*.py")):
+    for path in sorted((root / "solutions").glob("[0-9][0-9]*_*.py")):
         found.append(lesson_of(path.stem, path.read_text(encoding="utf-8")))
     return found
+
+
+@functools.cache
+def source_of_exercise(exercise: str, root: Path = ROOT) -> Path:
+    """The lesson that checks an exercise, "13.5": lesson 13b goes on counting where 13 ends."""
+    for path in sorted((root / "solutions").glob(f"{int(exercise.split('.')[0]):02d}*_*.py")):
+        if f'check("{exercise}",' in path.read_text(encoding="utf-8"):
+            return path
+    raise ValueError(f"no lesson has a check of exercise {exercise}")
 
 
 def lesson_of(stem: str, text: str) -> Lesson:
@@ -76,14 +86,14 @@ def lesson_of(stem: str, text: str) -> Lesson:
     if about.minutes is None:
         raise ValueError(f"{stem}: write how long it takes, as in '**Time**: 60 minutes.'")
     needs, helped_by = _needs(stem, text)
-    part = part_of(stem[:2])
+    part = part_of(about.number)
     parts = course.sections(re.sub(r"(?m)^# ?", "", text))
-    return Lesson(stem[:2], stem, about.title, about.minutes, needs, helped_by, part, parts)
+    return Lesson(about.number, stem, about.title, about.minutes, needs, helped_by, part, parts)
 
 
 def part_of(number: str) -> str:
     """The part that a lesson belongs to."""
-    first = max(first for first in PARTS if first <= int(number))
+    first = max(first for first in PARTS if first <= int(number[:2]))
     return PARTS[first]
 
 
@@ -106,10 +116,13 @@ def _needs(stem: str, text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _numbers(clause: str) -> list[str]:
-    """The two-digit numbers of lessons in a clause; "00 to 02" is three."""
+    """The numbers of lessons in a clause; "00 to 02" is three, and "13b" is one."""
     numbers = []
-    for first, last in re.findall(r"\b(\d\d)\b(?: to (\d\d)\b)?", clause):
-        for number in range(int(first), int(last or first) + 1):
+    for first, last in re.findall(r"\b(\d\d|\d\db)\b(?: to (\d\d)\b)?", clause):
+        if not last:
+            numbers.append(first)
+            continue
+        for number in range(int(first), int(last) + 1):
             numbers.append(f"{number:02d}")
     return numbers
 

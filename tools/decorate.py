@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from labcode import course
+
 MAP = "[Map of the course](../COURSE.md)"
 GLOSSARY = "[Glossary](../book/glossary.md)"
 GUARD = "import labcode  # not found? Kernel > Change Kernel: take the one of .venv, or `make lab`"
@@ -45,15 +47,20 @@ class Headline(NamedTuple):
     minutes: int | None
 
     @property
+    def number(self) -> str:
+        """As in its name: "04", or "13b"."""
+        return course.number_of(self.stem)
+
+    @property
     def label(self) -> str:
         """Number and title, as a link shows them."""
-        return f"{self.stem[:2]} {self.title}"
+        return f"{self.number} {self.title}"
 
 
 def headline(stem: str, text: str) -> Headline:
     """The headline of a py:percent source."""
-    found = re.search(r"(?m)^# # (?:Lesson )?\d+\W+(.+)$", text)
-    title = found[1].strip() if found else stem[3:].replace("_", " ")
+    found = re.search(r"(?m)^# # (?:Lesson )?\d+b?\W+(.+)$", text)
+    title = found[1].strip() if found else stem.partition("_")[2].replace("_", " ")
     minutes = re.search(r"\*\*Time\*\*:? (\d+) min", text)
     return Headline(stem, title, int(minutes[1]) if minutes else None)
 

@@ -2,24 +2,39 @@
 
 Opens lesson 04 of a handout in JupyterLab, in an installed Chromium, runs its cells on real ranks,
 types a wrong answer, reads the hint, mends it, and predicts a number. Nothing is staged: each frame
-is a picture of the page. Takes about a minute; run it again when the lesson looks different.
+is a picture of the page. Takes about a minute. The GIF carries a hash of the cells that it shows,
+and `make check` says when the lesson has others: then run it again.
+
+Held by: tests/unit/test_images.py
 """
 
 import argparse
+import hashlib
 import io
 import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from nbformat import NotebookNode
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
 
-from tools import handout, screenshot
+from tools import build_notebooks, handout, screenshot
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 GIF = ROOT / "images" / "lesson.gif"
-LESSON = "notebooks/04_data_parallel_by_hand.ipynb"
+STEM = "04_data_parallel_by_hand"
+LESSON = f"notebooks/{STEM}.ipynb"
+# What the film shows of it: the head, and cells that hold these texts with their neighbours.
+HEAD = 3
+PICTURE = "plot.data_parallel("
+EXERCISE = "def average_gradients"
+LOSSES = "plot.losses_of_ranks("
+QUESTION = "distance_left = ..."
 WIDTH = 1000
 HEIGHT = 620
 COLOURS = 64
@@ -50,6 +65,13 @@ READY = """at => {
     const cell = window.jupyterapp.shell.currentWidget.content.widgets[at].model;
     return cell.executionCount !== null && cell.executionState !== 'running';
 }"""
+ERROR = """at => {
+    const outputs = window.jupyterapp.shell.currentWidget.content.widgets[at].model.outputs;
+    for (const output of outputs.toJSON()) {
+        if (output.output_type === 'error') return `${output.ename}: ${output.evalue}`;
+    }
+    return '';
+}"""
 FORGET = """at => {
     window.jupyterapp.shell.currentWidget.content.widgets[at].model.sharedModel.execution_count =
         null;
@@ -70,7 +92,7 @@ PREDICTED = "# PREDICT: put your answer in the place of each `...`, run this cel
 class Film:
     """The pages of a learner's hour, each with the time that it is shown."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: "Page") -> None:
         self.page = page
         self.frames: list[Image.Image] = []
         self.times_ms: list[int] = []
@@ -94,31 +116,79 @@ class Film:
         self.page.evaluate(SHOW, [at, where])
 
     def run(self, at: int) -> None:
-        """Run a cell and wait for its end."""
+        """Run a cell and wait for its end.
+
+        Raises:
+            SystemExit: It raises an error, which no cell of the film is meant to.
+        """
         self.page.evaluate(FORGET, at)
         self.page.evaluate(RUN, at)
         self.page.wait_for_function(READY, arg=at)
+        error = self.page.evaluate(ERROR, at)
+        if error:
+            raise SystemExit(f"cell {at} of {LESSON} raises {error}")
 
     def write(self, at: int, source: str) -> None:
         """Put this source into a cell."""
         self.page.evaluate(WRITE, [at, source])
 
-    def save(self, path: Path) -> None:
-        """As a GIF that begins again for ever."""
-        first = self.frames[0]
-        rest = self.frames[1:]
-        first.save(path, save_all=True, append_images=rest, duration=self.times_ms, loop=0)
+    def save(self, path: Path, shown: str) -> None:
+        """As a GIF that begins again for ever.
+
+        Args:
+            path: Of the file.
+            shown: The hash of what it shows, which it carries as its comment.
+        """
+        self.frames[0].save(
+            path,
+            save_all=True,
+            append_images=self.frames[1:],
+            duration=self.times_ms,
+            loop=0,
+            comment=shown.encode(),
+        )
+
+
+def student_notebook() -> NotebookNode:
+    """The lesson as learners get it, built from its source now."""
+    source = ROOT / "solutions" / f"{STEM}.py"
+    return handout.student_notebook(source, build_notebooks.headlines(ROOT))
+
+
+def hash_of_shown(notebook: NotebookNode) -> str:
+    """A hash of the cells that the film shows.
+
+    Raises:
+        ValueError: The lesson has no such cell any more.
+    """
+    sources = [cell.source for cell in notebook.cells]
+    shown = sources[:HEAD]
+    for text in (PICTURE, EXERCISE, LOSSES, QUESTION):
+        at = next((i for i, source in enumerate(sources) if text in source), None)
+        if at is None:
+            raise ValueError(f"{LESSON} has no cell with {text!r}: change tools/film.py")
+        shown += sources[at - 1 : at + 2]
+    return hashlib.sha256("\0".join(shown).encode()).hexdigest()[:16]
+
+
+def is_stale(path: Path, notebook: NotebookNode) -> bool:
+    """Whether a film is missing, or shows other cells than the lesson has now."""
+    if not path.exists():
+        return True
+    with Image.open(path) as film:
+        carried = film.info.get("comment", b"")
+    return carried != hash_of_shown(notebook).encode()
 
 
 def shoot(film: Film) -> None:
     """The scenes, in order."""
-    exercise = film.find("def average_gradients")
+    exercise = film.find(EXERCISE)
     film.show(0)
     film.take(READ_MS)
     for at, kind in enumerate(film.page.evaluate(KINDS)):
         if kind == "code" and at < exercise:
             film.run(at)
-    film.show(film.find("plot.data_parallel("))
+    film.show(film.find(PICTURE))
     film.take(READ_MS)
     film.show(exercise - 1)
     film.take(READ_MS)
@@ -135,11 +205,11 @@ def shoot(film: Film) -> None:
     film.run(exercise)
     film.run(exercise + 1)
     film.take(READ_MS)
-    figure = film.find("plot.losses_of_ranks(")
+    figure = film.find(LOSSES)
     film.run(figure)
     film.show(figure)
     film.take(READ_MS)
-    question = film.find("distance_left = ...")
+    question = film.find(QUESTION)
     film.show(question - 1)
     film.take(READ_MS)
     film.write(question, PREDICTED + "distance_left = 0.5  # they come closer?")
@@ -152,6 +222,8 @@ def shoot(film: Film) -> None:
 
 def main() -> None:
     """The command line."""
+    from playwright.sync_api import sync_playwright
+
     parser = argparse.ArgumentParser(prog="python -m tools.film", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("gif", nargs="?", type=Path, default=GIF)
@@ -161,7 +233,7 @@ def main() -> None:
         raise SystemExit(f"no browser is installed (looked for {', '.join(screenshot.BROWSERS)})")
     with tempfile.TemporaryDirectory() as folder:
         course = Path(folder) / "course"
-        handout.write(course)
+        handout.write(course)  # builds the lesson from its source, as `student_notebook` does
         os.environ["PYTHONPATH"] = str(course)  # the kernel takes labcode from there
         with screenshot.server(root=course) as address, sync_playwright() as playwright:
             flags = ["--no-sandbox", "--disable-gpu"]
@@ -174,7 +246,7 @@ def main() -> None:
             page.wait_for_timeout(2000)
             film = Film(page)
             shoot(film)
-            film.save(path)
+            film.save(path, hash_of_shown(student_notebook()))
             browser.close()
     print(f"{path}: {len(film.frames)} frames, {path.stat().st_size / 1e6:.2f} MB")
 

@@ -4,7 +4,8 @@ A key figure is the figure of a lesson: the call in the lesson's source is drawn
 arguments and alternative text have one place. The map of the course and the rooms of the library
 are drawn by `tools.maps`, the pipeline here. images/README.md shows all of them;
 images/index.json says what was drawn: a picture is stale if other lines, boxes or words would be
-drawn now. What fonts and versions of matplotlib change does not count.
+drawn now. What fonts and versions of matplotlib change does not count. `--check` also says when
+the film of a lesson (`tools.film`) shows cells that the lesson no longer has.
 
 python -m tools.images           draw what is stale or missing; --force: all
 python -m tools.images --check   exit with 1 if any is stale
@@ -42,7 +43,7 @@ from labcode.teach.figures import plot
 from labcode.teach.figures.style import STYLE, Picture
 from labcode.teach.labs import l20_plan
 from labcode.topology import GridShape
-from tools import course_map, maps
+from tools import course_map, film, maps
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "images"
@@ -285,7 +286,10 @@ def main(arguments: list[str], folder: Path = IMAGES) -> int:
             print(f"images/{name} is stale: run `make images`")
         for name in extra:
             print(f"images/{name} is drawn by nothing: remove it, or add it to tools/images.py")
-        return 1 if wanted or extra else 0
+        film_is_stale = film.is_stale(folder / film.GIF.name, film.student_notebook())
+        if film_is_stale:
+            print(f"images/{film.GIF.name} shows other cells: run `python -m tools.film`")
+        return 1 if wanted or extra or film_is_stale else 0
     draw(folder, drawn, wanted)
     print(f"drawn: {', '.join(wanted) or 'nothing was stale'}")
     return 0

@@ -112,7 +112,7 @@ def _draw_lesson(
     below = f"{lesson.minutes} min"
     if needs:
         below += f", after {needs}"
-    put_text(axes, x + LESSON_WIDTH / 2, y + 0.1, below, 5.7, color="#444444")
+    put_text(axes, x + LESSON_WIDTH / 2, y + 0.1, below, 5.4, color="#444444")
 
 
 class Route(NamedTuple):

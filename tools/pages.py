@@ -97,7 +97,8 @@ SCHEDULES = (
                 "08": (1, 2, 3),
                 "09": (1, 2, 3),
                 "12": (1, 2, 3, 4),
-                "13": (1, 7),
+                "13": (1,),
+                "13b": (7,),
                 "14": (1, 2),
             },
         ),
@@ -114,7 +115,7 @@ SCHEDULES = (
             {"04": ()},
             {"05": ()},
             {"02": ()},
-            {"03": (1, 2, 3, 4, 5)},
+            {"03": (1, 2, 3), "03b": (5,)},
             {"07": (1, 2, 3, 4, 6)},
             {"08": ()},
             {"09": ()},
@@ -122,7 +123,7 @@ SCHEDULES = (
             {"11": (1, 2, 3, 4, 5, 6)},
             {"12": ()},
             {"13": (1, 2, 3, 4)},
-            {"13": (5, 7), "14": (1, 2)},
+            {"13b": (5, 7), "14": (1, 2)},
             {"15": ()},
             {"17": (1, 2, 3, 4)},
         ),
@@ -290,9 +291,9 @@ def wrong_answers(known: Mapping[str, Any], lessons: Sequence[Lesson], root: Pat
         titles = _titles(root / "solutions" / f"{lesson.stem}.py")
         lines += ["", f"## {lesson.number} {lesson.title}"]
         for exercise, kept in known.items():
-            if int(exercise.split(".")[0]) != int(lesson.number):
+            if exercise not in titles:
                 continue
-            lines += ["", f"### {exercise} {titles.get(exercise, '')}".rstrip(), ""]
+            lines += ["", f"### {exercise} {titles[exercise]}", ""]
             lines += [f"{len(kept.wrong)} wrong answers are kept.", ""]
             lines += ["| mistake | the hint says |", "|---|---|"]
             for mistake, (_, hint) in list(kept.wrong.items())[:MOST_WRONG]:

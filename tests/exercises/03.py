@@ -120,7 +120,120 @@ ROOFLINE = Answers(
     },
 )
 
-# ---- 3.2 AdamW
+# ---- 3.2 attention without the table
+
+
+def in_two_passes(q, k, v, block):
+    root = q.shape[1] ** 0.5
+    parts = [(k[i : i + block], v[i : i + block]) for i in range(0, k.shape[0], block)]
+    largest = torch.stack([(q @ keys.T / root).max(dim=1).values for keys, _ in parts]).amax(0)
+    above = 0
+    below = 0
+    for keys, values in parts:
+        weights = (q @ keys.T / root - largest[:, None]).exp()
+        above = above + weights @ values
+        below = below + weights.sum(1)
+    return above / below[:, None]
+
+
+def by_logsumexp(q, k, v, block):
+    y = torch.zeros(len(q), v.shape[1], dtype=q.dtype)
+    lse = torch.full((len(q),), -math.inf, dtype=q.dtype)
+    for keys, values in zip(k.split(block), v.split(block)):
+        scores = q @ keys.mT * q.shape[1] ** -0.5
+        new = torch.logaddexp(lse, scores.logsumexp(1))
+        y = y * (lse - new).exp()[:, None] + (scores - new[:, None]).exp() @ values
+        lse = new
+    return y
+
+
+def query_by_query(q, k, v, block):
+    rows = []
+    for query in q:
+        m, bottom, top = -math.inf, 0.0, torch.zeros(v.shape[1], dtype=v.dtype)
+        for i in range(0, len(k), block):
+            scores = k[i : i + block] @ query / math.sqrt(len(query))
+            new = max(m, scores.max().item())
+            w = torch.exp(scores - new)
+            bottom = bottom * math.exp(m - new) + w.sum()
+            top = top * math.exp(m - new) + w @ v[i : i + block]
+            m = new
+        rows.append(top / bottom)
+    return torch.stack(rows)
+
+
+def keeps_all_blocks(q, k, v, block):
+    scores = [q @ part.T / math.sqrt(q.shape[1]) for part in k.split(block)]
+    largest = torch.stack([part.amax(1) for part in scores]).amax(0)[:, None]
+    weights = [torch.exp(part - largest) for part in scores]
+    below = sum(part.sum(1, keepdim=True) for part in weights)
+    return sum(part @ values for part, values in zip(weights, v.split(block))) / below
+
+
+def the_table(q, k, v, block):
+    return torch.softmax(q @ k.T / math.sqrt(q.shape[1]), dim=1) @ v
+
+
+def by_sdpa(q, k, v, block):
+    return torch.nn.functional.scaled_dot_product_attention(
+        q[None, None], k[None, None], v[None, None]
+    )[0, 0]
+
+
+def mean_of_blocks(q, k, v, block):
+    parts = [the_table(q, a, b, block) for a, b in zip(k.split(block), v.split(block))]
+    return sum(parts) / len(parts)
+
+
+FACTOR = "factor = torch.exp(largest - now)"
+
+ATTENTION = Answers(
+    solves="attention_in_blocks",
+    takes_ranks=False,
+    right={
+        "in two passes": in_two_passes,
+        "by logsumexp": by_logsumexp,
+        "query by query": query_by_query,
+    },
+    wrong={
+        "no root": (changed(" / math.sqrt(q.shape[1]) => "), "are not divided by the root"),
+        "no root, only d": (changed("math.sqrt(q.shape[1]) => q.shape[1]"), "not by their root"),
+        "no factor": (changed(f"{FACTOR} => factor = 1"), "which factor sets it right?"),
+        "no factor above": (changed("above * factor => above"), "only the sum below the line"),
+        "no factor below": (changed("below * factor => below"), "only the sum above the line"),
+        "the factor upside down": (
+            changed(f"{FACTOR} => factor = torch.exp(now - largest) if start else 0.0"),
+            "the old sums grow",
+        ),
+        "without the sum": (changed("above / below => above"), "what is it divided by?"),
+        "whole blocks": (
+            changed("range(0, len(k), block) => range(0, len(k) // block * block, block)"),
+            "the last block may be shorter",
+        ),
+        "nothing subtracted": (
+            changed("scores - now => scores", f"{FACTOR} => factor = 1"),
+            "What is subtracted from the scores first?",
+        ),
+        "begins at 0": (
+            changed("q.new_full((len(q), 1), -math.inf) => q.new_zeros(len(q), 1)"),
+            "With which number does the largest score begin?",
+        ),
+        "mean of blocks": (mean_of_blocks, "must weigh more"),
+        "sums begin anew": (
+            changed("below * factor + => ", "above * factor + => "),
+            "are the sums carried on?",
+        ),
+        "the table": (the_table, "which of them does the next block still need?"),
+        "all blocks kept": (keeps_all_blocks, "which of them does the next block still need?"),
+        "PyTorch's": (by_sdpa, "is PyTorch's own"),
+        "without return": (
+            changed("return above / below => above / below"),
+            "is there a `return`?",
+        ),
+    },
+)
+
+# ---- 3.3 AdamW
 
 
 @torch.no_grad()
@@ -276,7 +389,7 @@ ADAMW = Answers(
     },
 )
 
-# ---- 3.3 the race, with a clock that always says the same
+# ---- 3.4 the race, with a clock that always says the same
 
 STEPS = {4: None, 8: 22, 16: 20, 32: 28}
 FACTORS = {"bfloat16": 0.66, "float16": 1.17, "fused": 0.89, "foreach": 0.98, "math": 1.0}
@@ -355,4 +468,4 @@ RACE = Answers(
     },
 )
 
-ANSWERS = {"3.1": ROOFLINE, "3.2": ADAMW, "3.3": RACE}
+ANSWERS = {"3.1": ROOFLINE, "3.2": ATTENTION, "3.3": ADAMW, "3.4": RACE}

@@ -599,7 +599,7 @@ LAYOUT = Answers(
 
 # ---- 13.5 the script: text, as the check reads the source of a function
 
-SCRIPT = solution_of("13", "main")
+SCRIPT = solution_of("13b", "main")
 
 OTHER_STYLE = """
 def main(folder, steps, dtype):

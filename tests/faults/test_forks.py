@@ -91,6 +91,7 @@ def test_exit_codes_are_those_of_processes(tmp_path):
         assert done.tracebacks == (1 if what in ("raise", "interrupt") else 0)
 
 
+@pytest.mark.release
 def test_threads_that_wait_at_the_same_time_get_the_exit_codes_of_their_own_ranks(tmp_path):
     """Before they took turns, one of 40 got the code 255 instead."""
 

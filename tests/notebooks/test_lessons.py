@@ -28,7 +28,7 @@ from tools import build_notebooks, fingerprint  # noqa: E402  (tools/ is not ins
 from tools.lesson_source import BEGIN, END, solution_lines  # noqa: E402
 from tools.notebook_run import CELL_TIMEOUT_S, CHECK  # noqa: E402
 
-SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py"))
+SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]*_*.py"))
 each_lesson = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 HANG_S = 1200  # far above what a lesson takes
 IN_EVERY_RUN = (
@@ -99,7 +99,7 @@ def run_nbval(notebook: Path, folder: Path):
 
 
 def test_there_are_lessons():
-    assert [path.stem[:2] for path in SOURCES][:1] == ["00"]
+    assert [path.stem for path in SOURCES][:1] == ["00_start_here"]
 
 
 def test_the_build_is_up_to_date(capsys):

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools.notebook_run import text_of  # noqa: E402  (tools/ is not installed)
 
-SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py"))
+SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]*_*.py"))
 
 FIGURE_BYTES = 120_000  # for screens of two dots a pixel; lesson 00 has a box for each exercise
 IMAGE = re.compile(
@@ -70,7 +70,7 @@ def test_figures(lesson):
 
 
 def test_fixed_parts(lesson):
-    number = lesson.metadata.lesson.source[:2]
+    number = lesson.metadata.lesson.source.partition("_")[0]
     assert re.search(rf"(?m)^# (Lesson )?{number}\b", lesson.cells[0].source)
     for line in (lesson.cells[0].source.splitlines()[0], prose_of(lesson).splitlines()[-1]):
         assert "[Map of the course](../COURSE.md)" in line

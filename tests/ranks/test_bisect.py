@@ -96,6 +96,7 @@ def test_a_fault_in_forward_is_named_on_four_ranks(ranks4, reference, tmp_path):
     assert departure.ranks == (1,)
 
 
+@pytest.mark.release
 def test_bfloat16_departs_from_float32_by_rounding_alone(tmp_path, capsys):
     args = ["gpt_tiny", "--debug.record_steps", "1", "--train.steps", "1", "--train.eval_batches"]
     for dtype in ("float32", "bfloat16", "wrong"):

@@ -23,6 +23,7 @@ def may_have_children():
     multiprocessing.current_process()._config["daemon"] = False
 
 
+@pytest.mark.release
 def test_workers_change_nothing_and_a_run_resumes_with_another_number_of_them(tmp_path):
     weights = {}
     for name, more in {

@@ -137,6 +137,7 @@ def _run(row):
     return row.run
 
 
+@pytest.mark.release
 def test_a_run_of_a_sweep_is_the_run_of_the_same_config(first, ranks1):
     _, rows = first
     (one,) = sweep.plan(BASE, swept("x", batch=(4,), lr=(1e-3,)))
@@ -177,6 +178,7 @@ def test_a_changed_config_gets_a_row_of_its_own(first):
     assert row.run not in {other.run for other in sweep_table.read(out)[:before]}
 
 
+@pytest.mark.release
 def test_a_run_that_fails_is_a_row_and_is_tried_again_where_that_is_asked_for(tmp_path):
     text = tmp_path / "text.txt"
     base = recipes.with_changes(BASE, {"data.path": str(text), "data.cache_dir": str(tmp_path)})

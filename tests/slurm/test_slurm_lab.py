@@ -91,6 +91,7 @@ def test_without_a_fault_all_is_well(lab: l14_cluster.Lab) -> None:
     assert l14_cluster.told(lab.said) == WELL, lab.said
 
 
+@pytest.mark.release
 def test_a_node_that_takes_its_own_name_for_local_is_refused(lab: l14_cluster.Lab) -> None:
     before = state_of(lab)
     with lab.fault("name"):
@@ -181,6 +182,7 @@ def test_a_login_shell_is_named_where_it_hides_a_program() -> None:
 # ---------------------------------------------------------------------------------------- scaling
 
 
+@pytest.mark.release
 def test_a_weak_scaling_gives_every_job_its_batch_rate_and_steps(
     lab: l14_cluster.Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,6 +106,7 @@ def test_the_rank_that_fails_is_named_and_a_job_that_waits_for_it_never_starts(
     assert outcome.state == "CANCELLED" and outcome.reason.startswith("DependencyNeverSatisfied")
 
 
+@pytest.mark.release
 def test_under_torchrun_the_failing_rank_and_its_error_are_found(client):
     failing = module(
         "raising", "import os\nif os.environ['RANK'] == '1': raise ValueError('no such thing as 7')"

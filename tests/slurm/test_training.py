@@ -172,6 +172,7 @@ def test_a_killed_rank_is_started_again_within_the_job(cluster, tmp_path):
     )
 
 
+@pytest.mark.release
 def test_scancel_leaves_no_process_on_any_node(cluster, tmp_path):
     submitted = Submitted(cluster, tmp_path, job("cancelled", LONG, nodes=4, ranks_per_node=1))
     submitted.until(lambda job: len(job.steps()) >= 2)

@@ -21,6 +21,7 @@ from tools import (  # noqa: E402  (tools/ is not installed)
 )
 
 LESSONS = course_map.lessons()
+BY_NUMBER = {lesson.number: lesson for lesson in LESSONS}
 GLOSSARY = """
 **all-reduce** (all-reduced): A sum that
 every rank gets.
@@ -112,16 +113,17 @@ def lesson_page():
         new_code_cell("return 1", id="d", metadata={"tags": ["exercise"]}),
         new_markdown_cell(decorate.boxed("**Predict** it"), id="e"),
         new_code_cell("guess = 7", id="f", metadata={"tags": ["predict"]}),
+        new_code_cell('compare("x", guess, 7)', id="j"),
         new_code_cell("plot.x()", id="g", metadata={"tags": ["figure"]}),
         new_code_cell("show_source(x)", id="h"),
         new_markdown_cell(f"## Sources\n\n- On ZeRO\n\n{navigation}", id="i"),
     ]
-    solved[6].outputs = [new_output("execute_result", picture, metadata=about)]
-    solved[7].outputs = [new_output("display_data", {"text/html": shown})]
+    solved[7].outputs = [new_output("execute_result", picture, metadata=about)]
+    solved[8].outputs = [new_output("display_data", {"text/html": shown})]
     student = [cell.copy() for cell in solved if cell.id != "b"]
     student[2].source = "raise NotImplementedError"
     student[4].source = "guess = ..."
-    lesson = LESSONS[4]
+    lesson = BY_NUMBER["04"]
     return book_lesson.page(
         lesson,
         new_notebook(cells=solved),
@@ -144,6 +146,7 @@ def test_a_lesson_shows_what_learners_get_and_folds_what_gives_answers_away():
         ("return 1", ["hide-input"]),
         ('<div class="predict">', []),
         ("guess = 7", ["hide-input"]),
+        ('compare("x", guess, 7)', ["hide-output"]),
         ("plot.x()", ["hide-input"]),
         ("show_source(x)", []),
         (
@@ -155,17 +158,17 @@ def test_a_lesson_shows_what_learners_get_and_folds_what_gives_answers_away():
     text = "\n".join(cell.source for cell in cells)
     assert "For the instructor" not in text and "Map of the course" not in text
     assert "An {term}`all-reduce <all-reduce>`." in text and "On ZeRO" in text
-    assert f'<a href="{LESSONS[4].notebook}" download>' in cells[0].source
+    assert f'<a href="{BY_NUMBER["04"].notebook}" download>' in cells[0].source
     assert cells[1].source.endswith("[A page](ddp.md) ![A map](images/m.svg)")
     assert "try `x_1` \\* 2" in cells[2].source
-    assert "````python\na < b\n````" in cells[9].source
-    assert cells[8].outputs == []
+    assert "````python\na < b\n````" in cells[10].source
+    assert cells[9].outputs == []
 
 
 def test_a_figure_becomes_a_file_with_its_alternative_text():
     page = lesson_page()
     assert page.figures == {"04-1.png": b"\x89PNG\r\n\x1a\n"}
-    (output,) = page.notebook.cells[7].outputs
+    (output,) = page.notebook.cells[8].outputs
     assert output.data == {
         "text/html": '<img class="figure" alt="a &quot;b&quot; &lt; c" width="30" height="20" '
         'loading="lazy" src="figures/04-1.png">'
@@ -173,7 +176,7 @@ def test_a_figure_becomes_a_file_with_its_alternative_text():
 
 
 def test_hints_are_those_of_the_checks():
-    known = book_lesson.hints(LESSONS[10], ROOT)
+    known = book_lesson.hints(BY_NUMBER["10"], ROOT)
     assert len(known["10.1"]) == 3 and known["10.1"][0].startswith("Go through the block")
     for lesson in LESSONS:
         assert book_lesson.hints(lesson, ROOT), lesson.stem
@@ -260,7 +263,7 @@ def test_links_hold_in_the_book_or_are_none():
     tree = ast.parse("")
     module = book_api.Module("labcode.units", "labcode", "labcode/units.py", tree)
     course = book.Course(ROOT, LESSONS, [], [module])
-    lesson = LESSONS[4]
+    lesson = BY_NUMBER["04"]
 
     def shown(text):
         return book.relinked(text, "docs", course)

@@ -487,6 +487,7 @@ def test_a_students_notebook_is_left_alone(copy, capsys, name):
     assert build_notebooks.main(["--check"], copy) == 0
 
 
+@pytest.mark.release
 def test_a_students_notebook_is_kept_beside_the_one_that_is_forced(copy, capsys):
     tampered(copy, "notebooks", solve)
     path = copy / "notebooks" / "99_try.ipynb"

@@ -147,6 +147,7 @@ def collected(*arguments):
     return {line for line in done.stdout.splitlines() if "::" in line}
 
 
+@pytest.mark.release
 def test_only_tests_marked_release_are_left_to_another_run():
     assert collected() <= collected("-m", "", "--budget=0") <= collected("-m", "")
     assert collected() <= collected("-m", "", "--changed") <= collected("-m", "")

@@ -26,7 +26,7 @@ def test_every_section_that_it_names_exists():
     known = {}
     for lesson in course_map.lessons():
         known[lesson.number] = {section.number for section in lesson.sections}
-    named = re.findall(r"\b(\d\d) §(\d+(?:(?:, | and | to )\d+\b(?! §))*)", PAGE)
+    named = re.findall(r"\b(\d\db?) §(\d+(?:(?:, | and | to )\d+\b(?! §))*)", PAGE)
     assert len(named) > 40
     for lesson, sections in named:
         assert {int(number) for number in re.findall(r"\d+", sections)} <= known[lesson], lesson

@@ -60,7 +60,7 @@ def squeezed(text):
 
 def answers():
     """(lesson, what a solution or a predict cell holds, whether it is a prediction)."""
-    for path in sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py")):
+    for path in sorted((ROOT / "solutions").glob("[0-9][0-9]*_*.py")):
         for cell in jupytext.reads(path.read_text(), fmt="py:percent").cells:
             if "predict" in cell.metadata.get("tags", []):
                 yield path.stem, squeezed(cell.source), True

@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from labcode.teach.figures.style import canvas, figure
-from tools import course_map, images, maps
+from tools import course_map, film, images, maps
 
 ALT = "A line that rises from left to right"
 
@@ -48,6 +49,30 @@ def test_what_makes_a_picture_stale(tmp_path):
     (tmp_path / "small.png").rename(tmp_path / "old.png")
     assert images.stale(tmp_path, {"small": small()}) == ["small"]
     assert images.left_over(tmp_path, ["small"]) == ["old.png"]
+
+
+def test_the_film_shows_the_lesson_as_it_is():
+    is_stale = film.is_stale(film.GIF, film.student_notebook())
+    assert not is_stale, "run `python -m tools.film`"
+
+
+def test_a_film_is_stale_when_a_cell_that_it_shows_has_changed(tmp_path):
+    notebook = film.student_notebook()
+    taken = film.Film(page=None)
+    taken.frames = [Image.new("P", (4, 4), colour) for colour in (1, 2)]
+    taken.times_ms = [100, 100]
+    path = tmp_path / "lesson.gif"
+    assert film.is_stale(path, notebook)
+    taken.save(path, film.hash_of_shown(notebook))
+    assert not film.is_stale(path, notebook)
+    notebook.cells[-1].source += "\nNot in the film."
+    assert not film.is_stale(path, notebook)
+    notebook.cells[0].source += "\nMore minutes."
+    assert film.is_stale(path, notebook)
+    for cell in notebook.cells:
+        cell.source = cell.source.replace(film.QUESTION, "distance = ...")
+    with pytest.raises(ValueError, match=r"has no cell with 'distance_left = ...': change tools"):
+        film.is_stale(path, notebook)
 
 
 def test_an_svg_has_no_date_is_the_same_again_and_says_what_it_shows():
@@ -117,6 +142,7 @@ def test_no_arrow_of_the_map_runs_over_a_lesson():
 def test_the_command_names_what_is_stale(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(images, "pictures", lambda: {"small": small})
     shutil.copy(images.IMAGES / "lesson_in_use.png", tmp_path)
+    monkeypatch.setattr(film, "is_stale", lambda path, notebook: False)
     assert images.main(["--check"], tmp_path) == 1
     assert capsys.readouterr().out == "images/small is stale: run `make images`\n"
     assert images.main([], tmp_path) == 0

@@ -1,7 +1,8 @@
-"""What lesson 03 counts and races."""
+"""What lessons 03 and 03b count and race."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from labcode.teach.exercises import l03
 from labcode.teach.labs import l03_race
@@ -80,7 +81,15 @@ def test_settings_name_what_can_be_chosen():
     assert not l03_race.BASELINE.fault
 
 
-def test_the_truth_of_exercise_3_4_is_adamw_of_torch():
+@pytest.mark.parametrize("head", l03.HEADS, ids=str)
+def test_the_truth_of_exercise_3_2_is_attention_of_torch(head):
+    q, k, v = l03._operands(head)
+    ours = l03.blockwise(q, k, v, head.block)
+    theirs = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_the_truth_of_exercise_3_3_is_adamw_of_torch():
     state = l03._new_state()
     optimizer = torch.optim.AdamW(
         state["weights"],

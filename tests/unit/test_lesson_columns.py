@@ -7,7 +7,7 @@ import jupytext
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py"))
+SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]*_*.py"))
 LESSON_COLUMNS = 88
 SET_UP_LINES = 8  # of imports in the first cell; a section imports what else it needs
 

@@ -21,7 +21,7 @@ from labcode.command import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "book" / "guide").glob("*.md"))]
-SOURCES = [*sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py")), *PAGES]
+SOURCES = [*sorted((ROOT / "solutions").glob("[0-9][0-9]*_*.py")), *PAGES]
 PROGRAM = "-m labcode.train "
 IN_BACKTICKS = re.compile(r"`([^`\n]+)`")
 
@@ -82,7 +82,7 @@ def check(command):
 SHOWN = []
 for _source in SOURCES:
     for _command in commands_in(_source.read_text()):
-        _name = f"{_source.stem[:2]} {_command.text}"
+        _name = f"{_source.stem.partition('_')[0]} {_command.text}"
         SHOWN.append(pytest.param(_command, id=_name))
 
 

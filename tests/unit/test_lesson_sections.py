@@ -13,11 +13,11 @@ from tools import course_map
 from tools.lesson_source import BEGIN, END, without_markers
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py"))
+SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]*_*.py"))
 LESSONS = {lesson.stem: lesson for lesson in course_map.lessons()}
 WITHOUT_TIME = ("Goals", "Recap", "Where to go", "Sources")
 TIME = re.compile(r"\*\*Time\*\*: (\d+) minutes(?:, and (\d+) more for what is optional)?\.")
-NEEDED = re.compile(r"\b(\d\d) \(sections? ([^)]+)\)")
+NEEDED = re.compile(r"\b(\d\db?) \(sections? ([^)]+)\)")
 
 each_lesson = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 
@@ -72,7 +72,7 @@ def test_a_section_of_another_lesson_that_is_mentioned_exists(source):
     }
     text = " ".join(prose(source).split())
     wrong = []
-    for number, section in re.findall(r"\b[Ll]esson (\d\d), sections? (\d+)", text):
+    for number, section in re.findall(r"\b[Ll]esson (\d\db?), sections? (\d+)", text):
         if int(section) not in known[number]:
             wrong.append((number, section))
     assert wrong == []

@@ -84,7 +84,7 @@ def rates_of_links():
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_a_rate_in_prose_is_that_of_the_table_or_has_its_source(path):
-    lesson = path.stem[:2]
+    lesson = path.stem.partition("_")[0]
     flops = rates_of_gpus() | set(OTHER_FLOPS.get(lesson, ()))
     links = rates_of_links() | set(OTHER_BYTES.get(lesson, ()))
     unknown = []

@@ -1,18 +1,21 @@
-"""Checks of lesson 03, one device, fast."""
+"""Checks of lessons 03 and 03b, one device."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.adam import adam as adam_of_torch
 from torch.optim.adamw import adamw as adamw_of_torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from labcode.teach.check import Exercise, Hint, due
-from labcode.teach.exercises.expect import Table, diagnose, distance, refuse
+from labcode.teach.exercises.expect import Table, diagnose, distance, refuse, tensor
 from labcode.teach.exercises.in_notebook import bounded, without
+from labcode.teach.exercises.memory import tensors_in
 from labcode.teach.labs import l03_race
 from labcode.teach.labs.l03_race import Settings
 from labcode.teach.labs.l03_step import operations
@@ -114,6 +117,191 @@ def _is_at_the_ridge(answer: Callable[..., Any], device: tuple[Any, ...], truth:
 
 
 # ---- 3.2
+
+
+class Head(NamedTuple):
+    """Sizes of a case: queries, keys, keys in a block, features of a key and of a value."""
+
+    queries: int
+    keys: int
+    block: int
+    width: int
+    value_width: int
+    shift: float = 0.0  # about how large each score is
+
+    def __str__(self) -> str:
+        scores = f", scores of about {self.shift:g}" if self.shift else ""
+        return f"with {self.queries} queries, {self.keys} keys and blocks of {self.block}{scores}: "
+
+
+HEADS = (
+    Head(5, 12, 4, 6, 6),
+    Head(7, 10, 3, 4, 5),  # the last block is shorter, and a value wider than a key
+    Head(4, 6, 8, 4, 4),  # one block is enough
+    Head(6, 9, 2, 4, 4, shift=1000.0),
+    Head(6, 9, 2, 4, 4, shift=-1000.0),
+)
+LARGE = Head(16, 64, 4, 4, 4)  # the table has 1,024 numbers, a block 64
+
+
+def _operands(head: Head) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v; v is a slice of a wider tensor, as it is after a common projection."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(head.queries, head.width, generator=generator, dtype=torch.float64)
+    k = torch.randn(head.keys, head.width, generator=generator, dtype=torch.float64)
+    v = torch.randn(head.keys, 2 * head.value_width, generator=generator, dtype=torch.float64)
+    if head.shift:  # one feature gives all scores the shift, and the others tell them apart
+        q[:, 0] = 1.0
+        k[:, 0] += head.shift * math.sqrt(head.width)
+    return q, k, v[:, : head.value_width]
+
+
+def blockwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: int,
+    *,
+    scale: float | None = None,
+    set_right: tuple[bool, bool] = (True, True),
+    inverse: bool = False,
+    num_keys: int | None = None,
+    divide: bool = True,
+) -> Tensor:
+    """Attention by running sums, right or with a mistake.
+
+    Args:
+        q: [queries, width].
+        k: [keys, width].
+        v: [keys, value width].
+        block: Keys at a time.
+        scale: Of the scores; None: 1/sqrt(width).
+        set_right: Whether the sums below and above the line follow a new largest score.
+        inverse: They follow it the wrong way round.
+        num_keys: Those that are seen; None: all.
+        divide: By the sum below the line.
+
+    Source: Dao et al. 2022 (arXiv:2205.14135), algorithm 1.
+    Held by: tests/unit/test_l03_labs.py
+    """
+    largest = q.new_full((len(q), 1), -math.inf)
+    below = q.new_zeros(len(q), 1)
+    above = q.new_zeros(len(q), v.shape[1])
+    for start in range(0, len(k) if num_keys is None else num_keys, block):
+        scores = q @ k[start : start + block].T * (scale or 1 / math.sqrt(q.shape[1]))
+        now = torch.maximum(largest, scores.amax(dim=1, keepdim=True))
+        weights = torch.exp(scores - now)
+        factor = torch.exp(now - largest if inverse and start else largest - now)
+        below = below * (factor if set_right[0] else 1) + weights.sum(dim=1, keepdim=True)
+        above = above * (factor if set_right[1] else 1) + weights @ v[start : start + block]
+        largest = now
+    return above / below if divide else above
+
+
+def _softmax_of_each_block(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
+    """[blocks, queries, value width]: as if there were no other keys."""
+    scores = [q @ part.T / math.sqrt(q.shape[1]) for part in k.split(block)]
+    pairs = zip(scores, v.split(block), strict=True)
+    return torch.stack([score.softmax(dim=1) @ part for score, part in pairs])
+
+
+class _Memory(TorchDispatchMode):
+    """What operations make: their names, and how many numbers existed at a time, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self.names: set[str] = set()
+        self._made: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for one in tensors_in((args, kwargs)):  # what was there before counts nothing
+            self._made.setdefault(StorageWeakRef(one.untyped_storage()), 0)
+        result = func(*args, **(kwargs or {}))
+        self.names.add(str(func))
+        for one in tensors_in(result):
+            storage = one.untyped_storage()
+            num_numbers = storage.nbytes() // one.element_size()
+            self._made.setdefault(StorageWeakRef(storage), num_numbers)
+        alive = [size for piece, size in self._made.items() if not piece.expired()]
+        self.most = max(self.most, sum(alive))
+        return result
+
+
+def attention(answer: Callable[..., Any]) -> None:
+    """The learner's `attention_in_blocks(q, k, v, block)`."""
+    for head in HEADS:
+        _is_attention(answer, head)
+    q, k, v = _operands(LARGE)
+    with _Memory() as memory:
+        answer(q, k, v, LARGE.block)
+    table = LARGE.queries * LARGE.keys
+    hint = (
+        f"the table of all scores would have {table:,} numbers, a block of it has "
+        f"{LARGE.queries * LARGE.block}, and at one time {memory.most:,} numbers that your code "
+        "has made were there: which of them does the next block still need?"
+    )
+    own = "scaled_dot_product_attention is PyTorch's own: write it with products, exp and sums"
+    is_torchs = any("scaled_dot_product" in name for name in memory.names)
+    refuse({own: is_torchs, hint: memory.most > table // 2})
+
+
+def _is_attention(answer: Callable[..., Any], head: Head) -> None:
+    case = str(head)
+    q, k, v = _operands(head)
+    before = [operand.clone() for operand in (q, k, v)]
+    found = due(bounded("does the loop over the blocks end?", answer, q, k, v, head.block))
+    tensor(found, (head.queries, head.value_width))
+    changed = any(not torch.equal(*pair) for pair in zip((q, k, v), before, strict=True))
+    refuse({"q, k or v has changed: they belong to the caller": changed}, case)
+    overflows = (
+        "the result has numbers that are none: exp(1000) is too large for a float64. What is "
+        "subtracted from the scores first?"
+    )
+    underflows = (
+        "the result has numbers that are none: exp(-1000) is 0, and so is the sum below the line. "
+        "With which number does the largest score begin?"
+    )
+    is_none = not bool(torch.isfinite(found).all())
+    refuse({overflows: is_none and head.shift > 0, underflows: is_none and head.shift < 0}, case)
+    arguments = (q, k, v, head.block)
+    of_blocks = _softmax_of_each_block(*arguments)
+    whole_blocks = head.keys // head.block * head.block
+    late = "a block with a larger score comes, and "
+    mistakes: dict[str, Any] = {
+        "the scores are not divided by the root of the features of a key": blockwise(
+            *arguments, scale=1.0
+        ),
+        "the scores are divided by the features of a key, and not by their root": blockwise(
+            *arguments, scale=1 / head.width
+        ),
+        f"{late}what was summed before it, below and above the line, was made with the old largest "
+        "score: which factor sets it right?": blockwise(*arguments, set_right=(False, False)),
+        f"{late}only the sum above the line is set right": blockwise(
+            *arguments, set_right=(False, True)
+        ),
+        f"{late}only the sum below the line is set right": blockwise(
+            *arguments, set_right=(True, False)
+        ),
+        f"{late}the old sums grow: must exp(score - largest) become larger or smaller, when the "
+        "largest does?": blockwise(*arguments, inverse=True),
+        "the sum above the line is there: what is it divided by?": blockwise(
+            *arguments, divide=False
+        ),
+        f"the last {head.keys - whole_blocks} keys are not there: the last block may be shorter": (
+            blockwise(*arguments, num_keys=whole_blocks) if 0 < whole_blocks < head.keys else False
+        ),
+        "each block has a softmax of its own, and their mean is taken: a block with larger scores "
+        "must weigh more": of_blocks.mean(dim=0),
+        "each block has a softmax of its own, and they are added: the weights of a query must sum "
+        "to 1 over all keys": of_blocks.sum(dim=0),
+        "only the last block is there: are the sums carried on?": of_blocks[-1],
+    }
+    truth = blockwise(*arguments)
+    diagnose(case, found, truth, mistakes)
+
+
+# ---- 3.3
 
 SHAPES = ((3, 4), (5,), (2, 2, 2), (1,))
 LR = 0.02
@@ -274,7 +462,7 @@ def _is_adamw(state: dict[str, list[Tensor]], step: int) -> None:
     diagnose(case, found["weights"], truth["weights"], mistakes, otherwise)
 
 
-# ---- 3.3
+# ---- 3.4
 
 LEAST_SPEEDUP = 3.0
 LEAST_PART = 0.5  # of what can be saved with the same batch
@@ -345,6 +533,19 @@ EXERCISES = {
         ),
     ),
     "3.2": Exercise(
+        check=attention,
+        praise="softmax(q k^T / sqrt(d)) v, for scores of 1000 too, and one block of scores at "
+        "a time",
+        hints=(
+            "write it for one block first: scores, their largest, weights, the two sums. What "
+            "would a second block need from the first?",
+            "the sums so far are sums of exp(score - old largest). By which factor do they become "
+            "sums of exp(score - new largest)?",
+            "in which order: the new largest score, the factor, then both sums, then remember the "
+            "new largest",
+        ),
+    ),
+    "3.3": Exercise(
         check=adamw,
         praise="the weights of torch.optim.AdamW, with as many calls for 100 tensors as for one",
         hints=(
@@ -354,7 +555,7 @@ EXERCISES = {
             "tensors must stay as they are?",
         ),
     ),
-    "3.3": Exercise(
+    "3.4": Exercise(
         check=race,
         praise="at the target in less than a third of the time, not by the batch alone, and you "
         "knew how much it would be",

@@ -1,6 +1,7 @@
 """The figures of the course. Lessons write `from labcode.teach.figures import plot`.
 
 plot.py          the one door: every function that draws, nothing else
+caption.py       the words of a lesson's figures, by name, from captions/NN.yaml
 style.py         fonts, colours, and Picture: a figure that carries its alternative text
 charts.py        lines, training curves, bars, matrices, weather maps      all lessons
 collectives.py   what ranks hold before and after a collective; the ring   lessons 00, 01

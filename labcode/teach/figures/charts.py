@@ -192,6 +192,7 @@ def _whole_ticks(axis: Axis, places: Sequence[float]) -> None:
 # ---- training curves
 
 
+@figure
 def curves(
     runs: Mapping[str, Rows | str | os.PathLike[str]],
     *,

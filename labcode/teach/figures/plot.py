@@ -1,10 +1,11 @@
 """Every figure of the course in one call; it is shown when it is the last expression of a cell.
 
     plot.lines({"ring": times_s}, x=sizes, xlabel="bytes", alt="Time grows linearly with size")
-    plot.grid(GridShape(dp=2, tp=4), nodes=2, alt="Each group of four neighbours has its colour")
+    plot.bars(by_cost, caption="08.orders")
 
-`alt` says what the figure shows, for a reader who cannot see it. This module is the one that
-lessons import; the drawings themselves are in the files beside it.
+`alt` says what the figure shows, for a reader who cannot see it. A lesson names a caption instead,
+from captions/08.yaml, which holds title, labels and alt text: they often answer a prediction. This
+module is the one that lessons import; the drawings themselves are in the files beside it.
 """
 
 from labcode.teach.figures.adapters import ways_over_nodes

@@ -11,10 +11,11 @@ begins with `canvas`:
 """
 
 import base64
+import functools
 import html
 import io
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
 
@@ -25,6 +26,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from PIL import Image
+
+from labcode.teach.figures.caption import with_caption
 
 # The colours of Okabe and Ito, which colour-blind readers can tell apart. In this order neighbours
 # also differ in lightness, so that they stay different in a black-and-white print.
@@ -77,11 +80,6 @@ STYLE: dict[Any, Any] = {
     "legend.framealpha": 0.9,
     "legend.fontsize": 9,
 }
-
-# Decorates a function that draws. matplotlib reads its settings when a text, a tick or a legend is
-# made, so the style must be on for the whole drawing, not only when the figure is created.
-figure = mpl.rc_context(STYLE)
-
 
 Point = tuple[float, float]
 
@@ -144,6 +142,23 @@ class Picture:
 
     def __repr__(self) -> str:
         return f"Figure: {self.alt}"
+
+
+def figure(draw: Callable[..., Picture]) -> Callable[..., Picture]:
+    """Decorate a function that draws: with its style, and its words from `caption="08.orders"`.
+
+    matplotlib reads its settings when a text, a tick or a legend is made, so the style must be on
+    for the whole drawing, not only when the figure is created.
+    """
+    styled = mpl.rc_context(STYLE)(draw)
+
+    @functools.wraps(draw)
+    def drawn(*args: Any, caption: str = "", **keywords: Any) -> Picture:
+        if caption:
+            keywords = with_caption(caption, keywords)
+        return styled(*args, **keywords)
+
+    return drawn
 
 
 def canvas(

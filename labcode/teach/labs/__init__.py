@@ -20,6 +20,7 @@
     l14_faults            14       what breaks that cluster for a while
     l14_nccl_example      14       the log of NCCL on two nodes
     l15_hybrid            15       the jobs of lesson 15, with and without a limit on memory
+    papers                11, ..   published numbers that a lesson asks for
     emulate               08, 15    a GPT that trains on an emulated cluster of given speeds
 
 A lab never holds what its lesson is about: that is on screen there, or in the rooms below.

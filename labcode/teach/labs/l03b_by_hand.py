@@ -1,4 +1,4 @@
-"""Solutions that cells of lesson 03 show and use; `make notebooks` writes this."""
+"""Solutions that cells of lesson 03b show and use; `make notebooks` writes this."""
 
 from labcode.models import gpt
 from labcode.teach.labs.l03_step import NUM_STEPS

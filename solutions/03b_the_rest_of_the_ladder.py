@@ -1,0 +1,755 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 03b · One device, fast: the rest of the ladder
+#
+# Lesson 03 has said how fast a step can be, and explained the largest gain of a published ladder. Here you climb the
+# rungs one by one: smaller numbers, fewer operations, fewer bytes, fewer launches. Each helps against one kind of cost,
+# and before each rung you say what it should gain. The sections go on counting where lesson 03 ended.
+#
+# ## Goals
+#
+# - say what bfloat16 does to products, memory and weights, and which numbers have to stay in 32 bits;
+# - predict how many operations an optimizer makes, and what a fused one saves;
+# - predict what fusion gains, when compiling pays, and when CUDA graphs do;
+# - write AdamW so that its number of calls does not grow with the number of weights.
+#
+# **Time**: 103 minutes, and 20 more for what is optional. A good place for a break is after section 4. **Needs**:
+# lessons 02 (section 1) and 03 (sections 1 to 3). Everything runs on one core of a CPU. Where only a GPU can show
+# something, the lesson shows what an H100 measured with the same code.
+
+# %%
+import math
+
+import torch
+
+from labcode.lab import check, compare, plot
+from labcode.models import gpt
+from labcode.teach.labs.l03_step import Batches, median_s, new_model, recorded
+
+torch.set_num_threads(1)  # a neighbour on the other core disturbs less
+CPU = torch.device("cpu")
+batches = Batches()
+model = new_model()
+tokens, targets = batches(0)
+
+# %% [markdown]
+# ## 4. What bfloat16 does (core, 24 min)
+#
+# A floating-point number is ± 1.f · 2^e. One bit is the sign. The bits of the **exponent** e decide how large and how
+# small a number can be, its **range**. The bits of the **fraction** f (m of them) decide how close two numbers lie,
+# their **spacing**.
+
+# %% tags=["figure"]
+plot.formats(
+    {"float32": (8, 23), "tf32": (8, 10), "bfloat16": (8, 7), "float16": (5, 10)},
+    caption="03b.formats",
+)
+
+# %% [markdown]
+# Between 2^e and 2^(e+1) there are 2^m numbers, evenly spaced. So their spacing is 2^(e-m). For
+# example, between 1 and 2 (e = 0) the bfloat16 numbers lie 2^-7 = 0.0078 apart. A result that is not among them is
+# rounded to the nearest one. If it lies in the middle, it goes to the neighbour whose last bit is 0. (You write this
+# rounding yourself in lesson 18, section 4.)
+#
+# tf32 is not a format for storing. **Tensor cores** are units of a GPU that do one thing only, products of small
+# matrices, many times as fast as its other units. In tf32 they read float32 factors, use 10 bits of their fraction, and
+# add up in float32. Containers of NVIDIA switch it on, so NERSC's baseline has it. PyTorch from PyPI leaves it off for
+# matrix products: `torch.set_float32_matmul_precision("high")` switches it on. On the H100 the large product of lesson
+# 03, section 1, reaches 52 TFLOP/s in float32, 412 in tf32 and 827 in bfloat16.
+#
+# The environment variable `NVIDIA_TF32_OVERRIDE=0` takes tf32 away from every program, because NVIDIA's libraries obey
+# it. NERSC ran its rung DALI, of 13.19 samples/s, once more in this way. In a step of 16 samples the linear layers of
+# that model take 8.6e12 FLOPs, by the counter of lesson 03, section 2. The A100's datasheet says 156 TFLOP/s in tf32,
+# and 19.5 in float32.
+#
+# **Predict.** How many samples/s are left without tf32? The rest of the step is the core of attention and memory
+# traffic. Lesson 03, section 3, says what tf32 does for the core of attention.
+
+# %% tags=["predict"]
+lost_s = 8.6e12 / 19.5e12 - 8.6e12 / 156e12  # the linear layers alone get slower
+without_tf32 = 16 / (16 / 13.19 + lost_s)
+
+# %% tags=["nbval-check-output"]
+from labcode.teach.labs.l03_step import NERSC_WITHOUT_TF32
+
+rate = NERSC_WITHOUT_TF32
+compare("without tf32, samples/s", without_tf32, rate, within=1.1, found="published")
+
+# %% [markdown]
+# The linear layers alone explain the loss. The core of attention has 14.5e12 FLOPs more, and had it used tf32 as well,
+# the same sum would leave 7 samples/s. (Real products stay below both peaks. Nearly all of the difference comes from
+# the lower peak, which is the easier one to reach.)
+#
+# The exponent of float16 has 5 bits, three fewer than the others. So its largest number is about 2^16 = 65,536, and what
+# lies below 2^-25 becomes 0 (lesson 18, section 1, draws all these ranges).
+#
+# **Predict.** What becomes of 1 + 2^-9 in bfloat16 (m = 7) and in float16 (m = 10)?
+
+# %% tags=["predict"]
+in_bfloat16 = 1.0
+in_float16 = 1 + 2**-9
+
+# %% tags=["nbval-check-output"]
+def rounded(x, dtype):
+    return torch.tensor(x, dtype=torch.float64).to(dtype).item()
+
+near_one = 1 + 2**-9
+coarse = rounded(near_one, torch.bfloat16)
+fine = rounded(near_one, torch.float16)
+compare("1 + 2^-9, bfloat16", in_bfloat16, coarse, within=1.0005)
+compare("1 + 2^-9, float16", in_float16, fine, within=1.0005)
+print("70,000 in float16:", rounded(70_000.0, torch.float16))
+print("a gradient of 1e-8 in float16:", rounded(1e-8, torch.float16))
+print("a gradient of 1e-8 in bfloat16:", rounded(1e-8, torch.bfloat16))
+
+# %% [markdown]
+# So bfloat16 loses digits and float16 loses range. A matrix product forgives lost digits: it adds up many numbers,
+# their rounding errors partly cancel, and the device adds in float32. An **update** does not forgive. Take a weight of
+# 1.0, and subtract 0.001 from it a hundred times.
+#
+# **Predict.** What is the weight after 100 updates, in float32 and in bfloat16? (Just below 1 the spacing of bfloat16
+# is 2^-8.)
+
+# %% tags=["predict"]
+weight_in_float32 = 0.9
+weight_in_bfloat16 = 1.0
+
+# %% tags=["nbval-check-output"]
+found = {}
+for dtype in (torch.float32, torch.bfloat16):
+    weight = torch.ones((), dtype=dtype)
+    for _ in range(100):
+        weight -= 0.001
+    found[dtype] = weight.item()
+compare("float32", weight_in_float32, found[torch.float32], within=1.01)
+compare("bfloat16", weight_in_bfloat16, found[torch.bfloat16], within=1)
+
+# %% [markdown]
+# Each update is less than half the spacing, and each one is rounded away. It is not a matter of bad luck: after a
+# million updates the weight would still be 1. So the weights are kept in float32, as **master weights**, and 16-bit
+# copies of them are made for the products. In PyTorch **autocast** does this: within its block, matrix products get
+# 16-bit copies of their factors. What needs digits stays in float32: on a GPU autocast has a list of operations that it
+# computes in float32, softmax, the norms and the loss among them.
+#
+# How many weights of our model would be stuck, in one step of AdamW? We count by kind, since matrices start with small
+# numbers, and the gains of norms start with 1.
+
+# %%
+def is_gain(name):
+    return "norm" in name and name.endswith("weight")
+
+def shares_that_move(lr):
+    """Shares of the matrices and of the gains, in a step of AdamW in bfloat16."""
+    model = new_model().to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    gpt.loss(model(tokens), targets).backward()
+    optimizer.step()
+    matrices = []
+    gains = []
+    for name, param in model.named_parameters():
+        has_moved = (param.detach() != before[name]).flatten()
+        if is_gain(name):
+            gains.append(has_moved)
+        elif param.dim() == 2:
+            matrices.append(has_moved)
+    return torch.cat(matrices).float().mean(), torch.cat(gains).float().mean()
+
+for lr in (1e-3, 1e-4, 1e-5):
+    of_matrices, of_gains = shares_that_move(lr)
+    told = f"{of_matrices:.0%} of the matrices move, {of_gains:.0%} of the gains"
+    print(f"lr {lr:g}: {told}")
+
+# %% [markdown]
+# At a learning rate of 1e-3 the matrices move, so the loss falls and nobody notices, while no gain of a norm moves at
+# all: it is the weight of 1.0 from the cell before. When the rate falls, towards the end of training, the matrices
+# stop one by one. Training with weights in bfloat16 alone works, and stops too early.
+#
+# **What autocast does to memory, loss and speed.** What backward needs is saved in the dtype in which it was computed.
+# The factors of products become half as large. What the norms, softmax and loss save stays as it is. So does the
+# tensor that goes from one layer to the next: each layer adds its result to it, and sums stay in float32. And there is
+# something new: the 16-bit copies of the weights are kept for backward as well.
+#
+# **Predict.** How large is what autograd saves with bfloat16 autocast, as a fraction of what it saves in float32?
+# Answer by a word: "1/2", "between 1/2 and 1", or "1".
+
+# %% tags=["predict"]
+saved_part = "between 1/2 and 1"
+
+# %%
+from labcode.perf.saved_bytes import saved_bytes
+from labcode.teach.labs.l03_step import autocast
+
+
+def saved_by_forward(dtype):
+    with saved_bytes(model) as saved, autocast(dtype):
+        loss = gpt.loss(model(tokens), targets)
+        num_bytes = saved.total()
+    loss.backward()
+    return num_bytes
+
+in_32_bits = saved_by_forward(torch.float32)
+in_16_bits = saved_by_forward(torch.bfloat16)
+ratio = in_16_bits / in_32_bits
+part = "between 1/2 and 1"
+if ratio < 0.55:
+    part = "1/2"
+elif ratio > 0.95:
+    part = "1"
+compare("saved", saved_part, part, options=("1/2", "between 1/2 and 1", "1"))
+print(f"float32 {in_32_bits / 1e6:.1f} MB, bfloat16 {in_16_bits / 1e6:.1f} MB")
+print(f"ratio {ratio:.2f}")
+
+# %% [markdown]
+# Now the loss. We train the same model from the same weights in float32 and in bfloat16. It is half as wide as ours, so
+# that it takes a few seconds. `autocast(dtype)` is `torch.autocast("cpu", dtype)`, and nothing for float32.
+
+# %% tags=["by-hand"]
+from labcode.teach.labs.l03_step import NUM_STEPS, narrow_model
+from labcode.teach.progress import status
+
+
+def trained(dtype, batches):
+    """A narrow model after 32 steps, and the loss of each step."""
+    model = narrow_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    losses = []
+    for step in range(NUM_STEPS):
+        tokens, targets = batches(step)
+        optimizer.zero_grad()
+        with autocast(dtype):
+            loss = gpt.loss(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        status(f"{dtype}: step {step + 1} of {NUM_STEPS}")
+    status()
+    return model, losses
+
+# %%
+losses = {}
+for name in ("float32", "bfloat16"):
+    _, losses[name] = trained(getattr(torch, name), batches)
+
+# %% tags=["figure"]
+plot.lines(losses, wide="float32", caption="03b.two_dtypes")
+
+# %% [markdown]
+# The curves lie on each other, but for small differences. And time? GPUs have multiplied float16 on tensor cores since
+# 2017, bfloat16 and tf32 since 2020. A CPU may have a unit for bfloat16 too (Intel's AMX, or AVX512-BF16). bfloat16 gains
+# where there is such a unit: section 8 shows what it makes of a step here. Large layers gain more than small ones, and
+# long sequences gain the fused kernel of attention as well.
+#
+# **Takeaway: bfloat16 has the range of float32 and 2 to 3 digits. Products forgive that, updates do not. So compute in
+# 16 bits, and keep weights and optimizer in 32.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* On a CPU without bfloat16 units (most laptops before 2023) the ratio is below 1: let people say
+# what they got, and collect capabilities against ratios on the board. Ask: does a larger bfloat16 weight get stuck
+# earlier or later? (Earlier: the spacing grows with it, and AdamW's update does not.) One remedy is *stochastic
+# rounding*: round up with the probability that keeps the mean right.
+
+# %% [markdown]
+# ## 5. The optimizer: hundreds of small operations (core, 30 min)
+#
+# AdamW does this with each weight w, for its gradient g, in step t:
+#
+#     w = (1 - lr * decay) * w                               decay
+#     m = beta1 * m + (1 - beta1) * g                        mean of the gradients
+#     v = beta2 * v + (1 - beta2) * g * g                    mean of their squares
+#     w = w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+#
+# As a loop over the parameters, the step takes 9 operations for each of them: one counts the step, one is for
+# the decay, one for m, two for v, and four for the last line. All are elementwise: few FLOPs, many bytes, many
+# launches.
+#
+# **Predict.** Our model has 28 parameters (tensors). How many operations does a step take as a loop? And with
+# `foreach`, where each of the 9 takes the **list** of all parameters? And with `fused`, where one operation does all
+# but count the step?
+
+# %% tags=["predict"]
+as_a_loop = 9 * 28
+as_foreach = 9
+as_fused = 2
+
+# %% tags=["by-hand"]
+def adamw_of(model, how):
+    """AdamW of PyTorch as a "loop", as "foreach" or "fused", after its first step."""
+    params = model.parameters()
+    fused = how == "fused"
+    foreach = how == "foreach"
+    optimizer = torch.optim.AdamW(params, lr=1e-9, fused=fused, foreach=foreach)
+    optimizer.step()  # it makes the state
+    return optimizer
+
+# %% tags=["nbval-check-output"]
+from labcode.teach.labs.l03_step import operations
+
+gpt.loss(model(tokens), targets).backward()  # a parameter without .grad is left out
+HOWS = ("loop", "foreach", "fused")
+counts = {how: sum(operations(adamw_of(model, how).step).values()) for how in HOWS}
+compare("loop", as_a_loop, counts["loop"], within=1.05, found="counted")
+compare("foreach", as_foreach, counts["foreach"], within=1.2, found="counted")
+compare("fused", as_fused, counts["fused"], within=1, found="counted")
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 3.3 · AdamW on lists
+#
+# Write the step with `torch._foreach_*`: these take lists of tensors, and do one thing to all of them. As with
+# tensors, a name that ends in an underscore writes into its first argument. You need, for instance:
+#
+# - `torch._foreach_mul_(list, number)`, and `add_`, `div_` alike;
+# - `torch._foreach_lerp_(a, b, weight)`: a = a + weight * (b - a);
+# - `torch._foreach_addcmul_(a, b, c, number)`: a = a + number * b * c;
+# - `torch._foreach_addcdiv_(a, b, c, number)`: a = a + number * b / c;
+# - `torch._foreach_sqrt(list)`, which gives a new list.
+#
+# All is in place, in the order of the formulas; the gradients stay as they are. About 10 lines. The check compares with
+# AdamW in float64, and counts your operations for 4 tensors and for 20: there must be no more of them.
+
+# %% tags=["exercise"]
+@torch.no_grad()
+def adamw(weights, grads, means, squares, step,
+          lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1):
+    """One step of AdamW on lists of tensors; `step` counts from 1."""
+    ### BEGIN SOLUTION
+    torch._foreach_mul_(weights, 1 - lr * decay)
+    torch._foreach_lerp_(means, grads, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+    roots = torch._foreach_sqrt(squares)
+    torch._foreach_div_(roots, math.sqrt(1 - beta2**step))
+    torch._foreach_add_(roots, eps)
+    torch._foreach_addcdiv_(weights, means, roots, -lr / (1 - beta1**step))
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("3.3", adamw)
+
+# %% [markdown]
+# What is it worth? That depends on where it runs. On a GPU a foreach operation is one kernel, or a few, for all
+# tensors, so it saves launches. It saves no bytes: each operation still reads and writes all of its lists. The fused
+# one saves both. It reads w, g, m and v once and writes w, m and v once.
+#
+# **On a CPU** PyTorch has no such kernel for lists: a foreach operation is a loop in C++ over the tensors.
+#
+# **Predict.** How many times as fast as the loop is `fused` here? Count bytes: as a loop, the operations above read and
+# write 20 numbers for each weight, and fused 7. (The caches of your CPU hold a part of the numbers between two
+# operations, which helps the loop, and calls from Python hold it up. So the comparison allows a factor of 2.)
+
+# %% tags=["predict"]
+fused_speedup = 20 / 7
+
+# %%
+wide = new_model()
+deep = new_model(num_layers=24, hidden_size=32)  # many small weights
+for small_model in (wide, deep):
+    for param in small_model.parameters():
+        param.grad = torch.ones_like(param)
+
+optimizer_s = {}
+for label, kind in (("28 large", wide), ("292 small", deep)):
+    works = {how: adamw_of(kind, how).step for how in HOWS}
+    optimizer_s[label] = median_s(works, rounds=25)
+large = optimizer_s["28 large"]
+compare("fused", fused_speedup, large["loop"] / large["fused"], within=2)
+for label, by_how in optimizer_s.items():
+    shares = {how: f"{by_how['loop'] / s:.1f}" for how, s in by_how.items()}
+    print(f"{label:>10} parameters: as fast as the loop {shares}")
+
+# %% [markdown]
+# The fused one gains on both models: bytes on the one, calls on the other. foreach, which is the default on a GPU,
+# gains on a CPU at most what the calls from Python cost.
+#
+# How much of a step that is depends on the model. The H100 of lesson 03 had a step of 133 ms in bfloat16 with the loop,
+# of 122 ms with foreach and of 124 ms with fused: the launches were most of what there was to save.
+#
+# **Takeaway: an optimizer is memory traffic and launches. foreach saves launches, fused saves bytes as well.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* What goes wrong: decay in the gradient (Adam with L2), eps before the correction, and
+# `torch._foreach_sqrt_`, which destroys v. The 20 numbers: decay 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
+# addcdiv 4. Ask: why is foreach not the default everywhere? (It needs a temporary copy of all roots at once, the size
+# of the weights.)
+
+# %% [markdown]
+# ## 6. torch.compile: fewer bytes by fusion (core, 15 min)
+#
+# What the fused optimizer has by hand, `torch.compile` does by itself. It records which operations a function makes,
+# and writes new kernels in which neighbouring elementwise operations are **fused**: a number is read once, goes
+# through all of them in a register, and is written once. On a GPU the kernels are written in Triton, on a CPU in C++.
+# Matrix products stay what they are.
+
+# %% tags=["figure"]
+plot.fusion(["* 2", "+ 1", "* 0.5", "- 3", "abs", "clamp"], caption="03b.chain")
+
+# %% [markdown]
+# The intensity of such a chain is far below the ridge: its time is its bytes, divided by the bandwidth.
+#
+# **Predict.** How many times as many bytes does the chain read and write one by one, as it does when fused? We count
+# them, and then see what the clock says.
+
+# %% tags=["predict"]
+times_as_many_bytes = 12 / 2
+
+# %%
+def chain(x):
+    x = x * 2
+    x = x + 1
+    x = x * 0.5
+    x = x - 3
+    x = x.abs()
+    return x.clamp(max=1)
+
+# %%
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class CountBytes(TorchDispatchMode):
+    """Counts what each operation reads and writes."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for tensor in (*args, result):
+            if isinstance(tensor, torch.Tensor):
+                self.num_bytes += tensor.nbytes
+        return result
+
+x = torch.randn(2**20)
+with CountBytes() as counted:
+    y = chain(x)
+bytes_fused = x.nbytes + y.nbytes
+ratio = counted.num_bytes / bytes_fused
+compare("bytes", times_as_many_bytes, ratio, within=1.01, found="counted")
+
+# %%
+from torch._inductor.utils import fresh_cache
+
+from labcode.teach.labs.l03_step import seconds_of
+from labcode.teach.progress import status
+
+x = torch.randn(2**20)
+compiled = torch.compile(chain)
+status("compiling: some 10 s, and more where others compute")
+with fresh_cache():
+    compile_s = seconds_of(lambda: compiled(x))
+works = {"one by one": lambda: chain(x), "fused": lambda: compiled(x)}
+chain_s = median_s(works, rounds=25)
+status()
+
+# %%
+gain_s = chain_s["one by one"] - chain_s["fused"]
+speedup = chain_s["one by one"] / chain_s["fused"]
+print(f"by the clock, fused is {speedup:.1f} times as fast")
+print(f"compiled in {compile_s:.0f} s: paid back after", end=" ")
+print(f"{compile_s / gain_s:,.0f} calls")
+
+# %% [markdown]
+# (`fresh_cache` hides the cache on the disk, where a second run would find the kernel.)
+#
+# The clock need not agree with the bytes, because on a CPU two things come between: the caches hold a part of the
+# tensors, which helps the single operations, and new memory for each result costs them time. A whole model gains less,
+# since most of its time is in matrix products. When this course was written, a small GPT took 22 to 39 s to compile on
+# two cores of a CPU, and no gain could be measured. On NERSC's A100 the first of four epochs, in which the model is
+# compiled, took 57 s instead of 12. The next two gained nothing, for a reason that its log does not say, and the
+# last gained 3 % (53.3 to 55.0 samples/s). On the H100 a step became 1.14 times as fast.
+#
+# What `compile` cannot record (by default a `print`, an `.item()`, a decision by a value) breaks the graph in two. A
+# second shape of the input is a second compilation, which by default makes that size variable; further shapes then need
+# none. Batches of one shape avoid both.
+#
+# **Takeaway: compiling saves bytes and launches between matrix products. It pays when the time that it saves in all
+# steps is more than that of compiling.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* The measured factor may lie on either side of 6: allocations (page faults) of five temporaries
+# make the slow side slower, caches make it faster. Ask: why is dropout + residual + norm a good candidate? (Three
+# elementwise or row-wise operations on the widest stream of the layer.)
+
+# %% [markdown]
+# ## 7. When launches are the bottleneck (core, 11 min)
+#
+# On a CPU an operation is done when its call returns. On a GPU the CPU runs ahead: it launches kernels into a queue,
+# and the GPU works through it. As long as kernels take longer than launches, the queue is never empty, and launches
+# cost nothing. With short kernels the GPU waits for the CPU.
+
+# %% tags=["figure"]
+plot.launches(
+    {
+        "long kernels: launches are hidden": (5, 12),
+        "short kernels: the device waits": (5, 2),
+        "short kernels as one graph": (0, 2),
+    },
+    caption="03b.launches",
+)
+
+# %% [markdown]
+# A **CUDA graph** records all launches of a step once. Afterwards a single launch replays all of them, with the same
+# kernels on the same addresses. So shapes must not change, inputs are copied into the recorded ones, and nothing in
+# the step may ask the device for a value (no `.item()`, and no `if` on a gradient: a loss scaler has to decide on the
+# device).
+#
+# **Predict.** A step has 1000 kernels of 2 µs each, and a launch takes 5 µs. How many milliseconds is the step long, and
+# how many times as fast can a graph make it? (Its one launch hardly counts.) Below, a loop plays the two lanes of the
+# picture.
+
+# %% tags=["predict"]
+short_ms = 1000 * 5e-3
+graph_gain = 5 / 2
+
+# %% tags=["nbval-check-output"]
+def played_ms(launch_us, kernel_us, kernels=1000):
+    """The CPU launches one kernel after another; the GPU runs each when it can."""
+    launched_us = 0
+    done_us = 0
+    for _ in range(kernels):
+        launched_us += launch_us
+        done_us = max(done_us, launched_us) + kernel_us
+    return done_us / 1e3
+
+step_ms = played_ms(5, 2)
+gain = step_ms / played_ms(0, 2)
+compare("short kernels, ms", short_ms, step_ms, within=1.01, found="simulated")
+compare("with a graph", graph_gain, gain, within=1.01, found="simulated")
+long_ms = (played_ms(5, 20), played_ms(0, 20))
+print("kernels of 20 us, one by one and as a graph:", long_ms, "ms")
+
+# %% [markdown]
+# So a step takes about as long as the slower of the two lanes, n launches or n kernels, and a graph gains nothing where
+# kernels are the longer ones.
+
+# %% [markdown]
+# Published gains of graphs on GPUs say the same as the model. In the MLPerf 1.0 runs on which PyTorch reported, Mask
+# R-CNN on 272 GPUs (with one image on each, so with short kernels) became 1.70 times as fast, and BERT on 4096 GPUs
+# 1.12 times. NERSC writes of an earlier model of its tutorial that it "does not benefit much", and recommends graphs
+# for models "with more CPU latency issues (e.g. from many small kernel launches)".
+#
+# With several ranks a graph can hold their messages too: NCCL's collectives are recorded like kernels. Launching such a
+# graph is then a collective itself, so every rank of each group has to launch the graph of the same recording. NERSC
+# recommends it for large runs with several groups of ranks, where a late launch on one rank makes the others wait.
+#
+# **Takeaway: launches cost time only when kernels are shorter than launches: small models, small batches, many GPUs for
+# one batch. Then record them once.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* Ask: what else helps when launches are the bottleneck? (A larger batch, fused operations.) And:
+# why is `loss.item()` in every step bad on a GPU, even without graphs? (The processor waits until the queue is empty,
+# and then starts with nothing launched ahead.)
+
+# %% [markdown]
+# ## 8. The whole ladder, here (core, 10 min)
+#
+# We climb it with our own step: 8 windows, forward, backward and AdamW. Each row has what the rows before it have.
+# Beside it stand NERSC's ladder, from the rung where the data are no longer in the way, and that of the H100. Each is
+# relative to its first rung, which is float32 here and tf32 on both GPUs. The first two rungs of this lesson have no bar.
+# The batch stays as it is, and attention calls the same function in all bars: on the GPUs its fast kernel comes with
+# bfloat16 (lesson 03, section 3). Exercise 3.4 lets you choose both.
+
+# %%
+from labcode.teach.labs.l03_step import NERSC_SAMPLES_PER_S, autocast
+from labcode.teach.labs.l03b_by_hand import adamw_of
+
+
+def step_with(dtype, how):
+    model = new_model()
+    optimizer = adamw_of(model, how)
+
+    def step():
+        optimizer.zero_grad()
+        with autocast(dtype):
+            loss = gpt.loss(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+    return step
+
+# %%
+rungs = {
+    "float32 or tf32": step_with(torch.float32, "loop"),
+    "bfloat16": step_with(torch.bfloat16, "loop"),
+    "fused optimizer": step_with(torch.bfloat16, "fused"),
+}
+here_s = median_s(rungs, rounds=11)
+ladder = {}
+for rung, seconds in here_s.items():
+    ladder[rung] = {"here": here_s["float32 or tf32"] / seconds}
+
+# %%
+_, gpu_rungs = recorded("ladder")
+h100 = {row["name"]: row["samples_per_s"] for row in gpu_rungs}
+PUBLISHED = {
+    "float32 or tf32": ("DALI", "tf32"),
+    "bfloat16": ("bfloat16", "bfloat16"),
+    "fused optimizer": ("fused Adam", "fused optimizer"),
+    "torch.compile": ("torch.compile", "compiled"),
+}
+for rung, (on_a100, on_h100) in PUBLISHED.items():
+    gains = ladder.setdefault(rung, {})
+    gains["A100"] = NERSC_SAMPLES_PER_S[on_a100] / NERSC_SAMPLES_PER_S["DALI"]
+    gains["H100"] = h100[on_h100] / h100["tf32"]
+
+# %% tags=["figure"]
+plot.bars(ladder, caption="03b.three_devices")
+
+# %% [markdown]
+# The rungs are the same, and what they gain differs. NERSC's model has long sequences, so the kernel of attention decides. Ours are short,
+# so on a CPU with a unit for bfloat16 it is the products that gain, and on one without it the bar of bfloat16 is far
+# below 1: PyTorch has no fast product of 16-bit numbers for it. There is no bar for `torch.compile` here: section 6 says
+# why. On your GPU `python benchmarks/on_a_gpu.py` measures every rung.
+#
+# **Takeaway: measure each rung on your own step. A published ladder tells you which rungs there are.**
+
+# %% [markdown]
+# ## 9. Open end: reach a loss in the least time (optional, 20 min)
+#
+# The ladder counts samples per second. What you want is a loss.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 3.4 · The least time
+#
+# A training run has a goal, not a number of steps. Choose the settings with which our GPT reaches 2.9 nats on windows
+# that it does not train on, as soon as possible: `l03_race.Settings(batch, dtype, optimizer, attention)`. The learning
+# rate is fixed. The baseline, `l03_race.BASELINE`, is a batch of 32 in float32 with the loop and fused attention.
+#
+# - `batch` is 4, 8, 16 or 32; `dtype` "float32", "bfloat16" or "float16" (with a scaler); `optimizer` "for_loop",
+#   "foreach" or "fused"; `attention` "fused" or "math" (plain operations in the place of one kernel).
+# - Time is steps × seconds for a step. `l03_race.steps_to_target(settings)` counts the steps, None if 120 are not
+#   enough; `l03_race.step_seconds(one, other)` times a step of each. It counts the seconds in which the processor works
+#   for this notebook, so a neighbour on the machine hardly matters.
+# - Say also how many times as fast as the baseline it will be. Do not try everything: measure the two parts, and
+#   multiply.
+#
+# | | |
+# |---|---|
+# | reaches the loss | required |
+# | your dtype, optimizer and attention save at least half of the time that this lesson's rungs save in a step of your batch | required |
+# | at least 3 times as fast as the baseline | required |
+# | your prediction within a factor of 2 | required |
+#
+# For the second row the check times, in one run with yours, the baseline with your batch and what the rungs make of
+# it. On a CPU without a unit for bfloat16 another dtype may win, and float16 may take ten times as long.
+
+# %% tags=["exercise"]
+from labcode.teach.labs import l03_race
+
+### BEGIN SOLUTION
+settings = l03_race.Settings(batch=8, dtype="float32", optimizer="fused")
+if torch.cpu.get_capabilities().get("avx512_bf16"):  # chips with AMX have it too
+    settings = l03_race.Settings(batch=8, dtype="bfloat16", optimizer="fused")
+predicted_speedup = 6.0
+### END SOLUTION
+
+# %% tags=["check"]
+check("3.4", settings, predicted_speedup)
+
+# %% [markdown]
+# A batch of 4 has the quickest steps of all, and needs so many more of them that it loses to 8 and 16: its gradients
+# are too noisy for this learning rate. A batch of 32 needs no fewer steps than one of 8, and each takes longer. So 8 or
+# 16 win on one small device. (With other windows the numbers of steps differ by some tens.) Lesson 06 is about where
+# this ends.
+
+# %% tags=["solution-only"]
+for batch in (4, 8, 16):
+    choice = l03_race.Settings(batch=batch, dtype=settings.dtype, optimizer="fused")
+    print(f"batch {batch:2}: {l03_race.steps_to_target(choice)} steps")
+print(f"the baseline: {l03_race.steps_to_target(l03_race.BASELINE)} steps")
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* People choose the largest batch, because it has the most samples per second. That is the wrong
+# measure: samples are not progress. Others choose batch 4 by the time of a step. Ask: how would the winner change on an
+# A100, where a batch of 8 takes as long as one of 64? (Then the larger batch is free.)
+
+# %% [markdown]
+# ## From here to GPUs and SLURM (core, 5 min)
+#
+# | rung | in labcode | in plain PyTorch |
+# |---|---|---|
+# | tf32 | `--train.dtype tf32` | `torch.set_float32_matmul_precision("high")` |
+# | bfloat16, the default on a GPU | `--train.dtype bfloat16` | `torch.autocast("cuda", torch.bfloat16)` |
+# | float16, without bfloat16 (lesson 18, section 2) | `--train.dtype float16` | and `torch.amp.GradScaler("cuda")` |
+# | fused optimizer, the default | `--optim.implementation fused` | `AdamW(..., fused=True)` |
+# | compile each layer, or the whole | `--train.compile block`, `model` | `torch.compile(model)` |
+# | CUDA graphs | `--train.cuda_graphs` | `torch.cuda.graph`, or `torch.compile(model, mode="reduce-overhead")` |
+#
+# On a GPU: `python -m labcode.train gpt_10m --train.dtype bfloat16 --train.compile block`. In a job on SLURM the same
+# line stands behind `srun --gpus=1`. Measure on a node that you have for yourself, and leave out the first steps:
+# they compile, allocate and warm up.
+#
+# Climb in this order: feed the device (lesson 02), bfloat16 with the fused kernel of attention, a batch that fills the
+# device, the fused optimizer, compile. Try CUDA graphs when a profile shows gaps between short kernels.
+#
+# ## Questions (core, 8 min)
+#
+# **1.** A colleague stores a sum of 10,000 losses, each about 3, in bfloat16. What will the sum be?
+#
+# <details><summary>Answer</summary>
+#
+# It grows until half the spacing is more than 3: from 1024 to 2048 the spacing is 8, so adding 3 changes nothing. It
+# stays near 1024. Sums belong in float32.
+# </details>
+#
+# **2.** A step takes 40 ms, of which 30 ms are matrix products. How many times as fast can torch.compile make it at
+# most? And how many times as fast is it, without torch.compile, on a device with products 4 times as fast?
+#
+# <details><summary>Answer</summary>
+#
+# Compiling can take away at most the other 10 ms: 40 / 30 = 1.33 times as fast. With faster products 40 / (10 + 7.5) =
+# 2.3 times; afterwards the 10 ms are more than half, and compiling is worth more than before.
+# </details>
+#
+# **3.** From lesson 03: a step is bound by memory. Which of the rungs of this lesson help, and which do not?
+#
+# <details><summary>Answer</summary>
+#
+# What takes bytes away helps: numbers of 16 bits, a fused optimizer, compiling. Faster products and CUDA graphs do not:
+# the one shortens a part that is not the largest, the other a part that is hidden.
+# </details>
+#
+# **4.** From lesson 01: gradients of N weights are all-reduced over p ranks in bfloat16. How many bytes does a rank
+# send?
+#
+# <details><summary>Answer</summary>
+#
+# 2 (p-1)/p · N numbers of 2 bytes: 4 (p-1)/p N bytes, half of those in float32.
+# </details>
+#
+# ## Recap
+#
+# | rung | attacks | gains when | costs |
+# |---|---|---|---|
+# | bfloat16 autocast | arithmetic, bytes of factors | the device has a unit for it, layers are large | digits |
+# | foreach optimizer | launches | many small weights, on a GPU | a temporary copy |
+# | fused optimizer | launches and bytes | the optimizer is a visible part of the step | nothing |
+# | torch.compile | bytes, launches | much that is elementwise, one shape | 10 s to minutes |
+# | CUDA graphs | launches | kernels shorter than launches | fixed shapes and addresses |
+#
+# ## Sources
+#
+# - He 2022, *Making Deep Learning Go Brrrr From First Principles*: <https://horace.io/brrr_intro.html>.
+# - NVIDIA, *H100 Tensor Core GPU* and *A100 Tensor Core GPU*, datasheets: peaks and bandwidths.
+# - NERSC, *Deep Learning at Scale Training*, README, "Single GPU performance profiling and optimization" (logs of
+#   November 2024, A100 with 40 GB, batch 16): <https://github.com/NERSC/dl-at-scale-training>. The bars are epoch 4 of
+#   each log: baseline, 4 workers, DALI, AMP BF16, fused, JIT; so is the rung DALI without tf32. The sizes of the model
+#   are those of its `config/ViT.yaml`.
+# - NVIDIA, NCCL user guide, "Using NCCL with CUDA Graphs":
+#   <https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/cudagraph.html>.
+# - NERSC, *SC22 tutorial*, "Using CUDA Graphs (optional)": <https://github.com/NERSC/sc22-dl-tutorial>.
+# - Nguyen et al. 2021, *Accelerating PyTorch with CUDA Graphs*, table 1:
+#   <https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/>.
+# - Micikevicius et al. 2017, *Mixed Precision Training*, arXiv:1710.03740: master weights.
+# - Kalamkar et al. 2019, *A Study of BFLOAT16 for Deep Learning Training*, arXiv:1905.12322.
+# - Loshchilov and Hutter 2017, *Decoupled Weight Decay Regularization*, arXiv:1711.05101, algorithm 2.
+# - PyTorch: <https://docs.pytorch.org/docs/stable/amp.html>,
+#   <https://docs.pytorch.org/docs/stable/notes/amp_examples.html>.
