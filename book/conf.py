@@ -42,7 +42,6 @@ html_static_path = ["static"]
 html_css_files = ["book.css"]
 html_use_index = False  # the search finds what it would list
 html_domain_indices = False
-html_js_files = ["book.js"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False

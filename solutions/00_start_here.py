@@ -514,9 +514,10 @@ plot.curves(
 #
 #     torchrun --nproc-per-node=2 -m labcode.train gpt_tiny
 #
-# At the end of its lines stands a share "of the matmul rate": the floating-point operations per second of the training,
-# divided by those of a large matrix product. That product is timed once, when the run starts. If the machine was busy
-# just then, more than 100 % can come out.
+# First torchrun warns that it sets `OMP_NUM_THREADS` to 1. Each rank then computes with one thread, as in section 4, and
+# here that is right. The last line but one of the run says where the time of a step went, and how much "of the matmul
+# rate" the training reached: its floating-point operations per second, divided by those of a large matrix product. That
+# product is timed once, when the run starts. If the machine was busy just then, more than 100 % can come out.
 #
 # **Takeaway: a launcher starts one process per rank, and each process learns its rank from its environment. The first
 # loss should be about the logarithm of the vocabulary's size; a run that starts far from it usually has a bug.**

@@ -23,6 +23,7 @@ from sphinx.cmd.build import main as sphinx_build
 from tools import (
     book_api,
     book_lesson,
+    book_search,
     book_terms,
     book_text,
     build_notebooks,
@@ -36,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "book"
 SOURCE = "book-source"  # beside the book
 GUIDE = "book/guide"  # its pages, in this order
-GUIDE_PAGES = ("where_to_run", "training", "clusters", "ddp", "failures")
+GUIDE_PAGES = ("where_to_run", "your_framework", "training", "clusters", "ddp", "failures")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 RECAP = re.compile(r"(?ms)^## Recap\n(.*?)(?=^## |\Z)")
 EXTRA = "extra"  # below the sources: what is copied into the book as it is
@@ -176,7 +177,7 @@ def cheat_sheet(course: Course) -> str:
 
 
 def index(course: Course) -> str:
-    """The title page: book/index.md with the table of the lessons and the order of the pages."""
+    """The title page: book/index.md with the tables of lessons and of what is left out."""
     text = (course.root / "book" / "index.md").read_text(encoding="utf-8")
     rows = ["| lesson | minutes | needs | notebook |", "|---|---:|---|---|"]
     trees = []
@@ -195,6 +196,9 @@ def index(course: Course) -> str:
     trees += [*_end(trees), "```{toctree}", ":hidden:", ":caption: Reference", ""]
     trees += ["cheat_sheet", "glossary", *GUIDE_PAGES, "api/index", "```"]
     text = relinked(text, "book", course)  # before the links to pages of the book come in
+    readme = (course.root / "README.md").read_text(encoding="utf-8")
+    _, _, left_out = readme.partition("## What is not in the course\n")
+    text = text.replace("<!-- not in the course -->", left_out.partition("\n## ")[0].strip())
     text = text.replace("<!-- lessons -->", "\n".join(rows))
     return text.replace("<!-- pages -->", "\n".join(trees))
 
@@ -211,8 +215,7 @@ def sources(course: Course) -> Files:
         "glossary.md": book_terms.page(course.terms, first),
         "cheat_sheet.md": cheat_sheet(course),
     }
-    for name in GUIDE_PAGES:
-        text = (course.root / GUIDE / f"{name}.md").read_text(encoding="utf-8")
+    for name, text in guide(course).items():
         texts[f"{name}.md"] = relinked(text, GUIDE, course)
     for name, text in book_api.pages(course.modules).items():
         texts[f"api/{name}"] = text
@@ -225,6 +228,21 @@ def sources(course: Course) -> Files:
     for path in sorted((course.root / "images").glob("*.svg")):
         files[f"images/{path.name}"] = path.read_bytes()
     return files
+
+
+def guide(course: Course) -> dict[str, str]:
+    """{name of a page of the guide: its Markdown}."""
+    found = {}
+    for name in GUIDE_PAGES:
+        found[name] = (course.root / GUIDE / f"{name}.md").read_text(encoding="utf-8")
+    return found
+
+
+def sections(course: Course) -> list[book_search.Entry]:
+    """What the search finds."""
+    return book_search.entries(
+        course.root, course.lessons, guide(course), course.terms, course.modules
+    )
 
 
 # ---- writing
@@ -245,12 +263,16 @@ def write_sources(files: Files, folder: Path) -> None:
 def write(out: Path, root: Path = ROOT) -> int:
     """Build the book; returns Sphinx's exit code, which is not 0 if there was a warning."""
     source = out.parent / SOURCE
-    write_sources(sources(course(root)), source)
+    all_of_it = course(root)
+    write_sources(sources(all_of_it), source)
     shutil.rmtree(out, ignore_errors=True)
     options = ["-b", "html", "-W", "--keep-going", "-q", "-j", "2"]
     options += ["-c", str(root / "book"), "-d", str(out.parent / "book-doctrees")]
     options += ["-D", f"html_extra_path={source / EXTRA}"]
-    return sphinx_build([*options, str(source), str(out)])
+    status = sphinx_build([*options, str(source), str(out)])
+    search = book_search.script(root, sections(all_of_it))
+    (out / "searchindex.js").write_text(search, encoding="utf-8")  # in place of Sphinx's own
+    return status
 
 
 def main(out: Path) -> int:

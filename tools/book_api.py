@@ -58,10 +58,10 @@ def names(known: list[Module]) -> set[str]:
     found = set()
     for module in known:
         found.add(module.name)
-        for node in _public(module.tree):
+        for node in public(module.tree):
             found.add(f"{module.name}.{node.name}")
             if isinstance(node, ast.ClassDef):
-                for method in _public(node):
+                for method in public(node):
                     found.add(f"{module.name}.{node.name}.{method.name}")
     return found
 
@@ -105,12 +105,12 @@ def _page(package: str, members: list[Module]) -> str:
         lines += [f'<p class="source"><a href="../source/{source_page(module.file)}">', ""]
         lines[-2] += f"{module.file}</a></p>"
         lines += [*described(ast.get_docstring(module.tree) or "", level=2), ""]
-        for node in _public(module.tree):
+        for node in public(module.tree):
             lines += [*_object(node, module), ""]
     return "\n".join(lines)
 
 
-def _public(parent: ast.Module | ast.ClassDef) -> Iterator[Def | ast.ClassDef]:
+def public(parent: ast.Module | ast.ClassDef) -> Iterator[Def | ast.ClassDef]:
     """Classes and functions for users, each once."""
     seen = set()
     for node in parent.body:
@@ -132,7 +132,7 @@ def _object(node: Def | ast.ClassDef, module: Module) -> list[str]:
 
 def _class(node: ast.ClassDef, module: Module) -> list[str]:
     body = [*_doc(node), ""]
-    for method in _public(node):
+    for method in public(node):
         if isinstance(method, ast.ClassDef):
             continue
         options = []

@@ -7,7 +7,8 @@ paragraph with its name, its other forms in parentheses, and what it means:
     ranks gave.
 
 A plural with s is found without being listed. A form with a capital letter is found as it is
-written; others at the beginning of a sentence too.
+written; others at the beginning of a sentence too. A name with a hyphen is found as the function of
+PyTorch too: `all_reduce`, `dist.all_reduce`.
 """
 
 import re
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 from tools import book_text
 
+_FUNCTION = re.compile(r"`(?:dist\.)?([a-z]+(?:_[a-z]+)+)`")
 _ENTRY = re.compile(r"(?m)^\*\*(.+?)\*\*(?: \(([^)]+)\))?: (.+(?:\n.+)*)")
 
 
@@ -80,11 +82,21 @@ class FirstUses:
         paragraphs = re.split(r"(\n\s*\n)", text)
         for i, paragraph in enumerate(paragraphs):
             if not paragraph.startswith("<"):  # HTML up to the next empty line
-                paragraphs[i] = book_text.in_prose(paragraph, self._link_prose)
+                linked = book_text.in_prose(paragraph, self._link_prose)
+                paragraphs[i] = book_text.with_code(linked, self._link_function)
         return "".join(paragraphs)
 
     def _link_prose(self, prose: str) -> str:
         return self._use.sub(self._link_once, prose)
+
+    def _link_function(self, code: str) -> str:
+        function = _FUNCTION.fullmatch(code)
+        name = function[1].replace("_", "-") if function else ""
+        if name in self.met or name not in self._names:
+            return code
+        self.met.append(name)
+        # the role `term` would take the look of code away
+        return f'<a href="glossary.html#term-{name}"><code>{code.strip("`")}</code></a>'
 
     def _link_once(self, match: re.Match) -> str:
         form = " ".join(match[1].split())

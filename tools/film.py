@@ -216,7 +216,7 @@ def shoot(film: Film) -> None:
     film.take(TYPE_MS)
     film.run(question)
     film.run(question + 1)
-    film.show(question)
+    film.show(question + 1, "end")  # the prediction beside its measurement
     film.take(READ_MS + 1500)
 
 
@@ -234,6 +234,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         course = Path(folder) / "course"
         handout.write(course)  # builds the lesson from its source, as `student_notebook` does
+        # a handout has only what git knows
+        shutil.copytree(ROOT / "labcode", course / "labcode", dirs_exist_ok=True)
         os.environ["PYTHONPATH"] = str(course)  # the kernel takes labcode from there
         with screenshot.server(root=course) as address, sync_playwright() as playwright:
             flags = ["--no-sandbox", "--disable-gpu"]

@@ -33,7 +33,7 @@ NAME = "training-at-scale"
 # What learners get; a folder means all that git knows below it.
 KEPT = ("notebooks", "labcode", "slurm", "images", "tools/jupyter", ".gitignore")
 KEPT += ("book/glossary.md", "pyproject.toml", "constraints.txt", "environment.yml", "CITATION.cff")
-GUIDE = ("training", "clusters", "ddp", "failures")  # pages of book/guide
+GUIDE = ("your_framework", "training", "clusters", "ddp", "failures")  # pages of book/guide
 SHOW_SOLUTIONS = ("images/lesson_in_use.png", "images/lesson.gif")  # with predictions
 KEPT_RULES = ("help", "setup", "lab", "shell")  # of the Makefile; the stamp that they need as well
 TO_SOLUTION = re.compile(r"(?: &nbsp;\|&nbsp; )?\[Solution of this lesson\]\([^)]*\)")

@@ -203,10 +203,14 @@ def with_ways(page: str, lessons: Sequence[Lesson]) -> str:
     return between(page, WAYS_BEGIN, "\n".join(rows), WAYS_END)
 
 
-def with_hours(page: str, lessons: Sequence[Lesson]) -> str:
+def with_hours(page: str, lessons: Sequence[Lesson], root: Path = ROOT) -> str:
     """README.md with the length of the course between its marks."""
+    exercises = 0
+    for lesson in lessons:
+        exercises += len(_titles(root / "solutions" / f"{lesson.stem}.py"))
     hours = sum(lesson.minutes for lesson in lessons) / 60
-    return HOURS.sub(rf"\g<1>{len(lessons)} lessons take {hours:.0f} hours in all\g<2>", page)
+    length = f"{len(lessons)} lessons with {exercises} exercises take {hours:.0f} hours"
+    return HOURS.sub(rf"\g<1>{length} by their own estimate\g<2>", page)
 
 
 def with_rates(page: str) -> str:
@@ -384,7 +388,7 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     page = (root / PAGE).read_text(encoding="utf-8")
     guide = (root / GUIDE).read_text(encoding="utf-8")
     return {
-        README: with_hours(readme, lessons),
+        README: with_hours(readme, lessons, root),
         COURSE: with_ways(with_table(course, lessons), lessons),
         PAGE: with_schedules(page, lessons),
         GUIDE: with_rates(guide),

@@ -10,13 +10,14 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from labcode.files import write_atomically
 from labcode.train import device_samples
+from labcode.units import seconds
 
 FILE_NAME = "metrics.jsonl"
 Row = Mapping[str, float]  # its keys: "step", and those of UNITS
@@ -62,6 +63,9 @@ SHOWN = {
     "mfu": "MFU {:.1%}",
     "matmul_share": "{:.0%} of the matmul rate",
 }
+
+# in the order of a step; the line at a run's end names those that a run has
+STEP_PARTS = ("data", "forward", "backward", "graph", "communication", "optimizer")
 
 
 def tag(name: str) -> str:
@@ -283,6 +287,35 @@ def shown(row: Row, steps: int) -> str:
         if name in row:
             parts.append(text.format(row[name]))
     return " | ".join(parts)
+
+
+def where_time_went(rows: Sequence[Row]) -> str:
+    """The line at the end of a run, over all of its steps; "" if no step was timed.
+
+    "41.8 ms a step: 1% data, 37% forward, 55% backward, 5% optimizer; 40% of the matmul rate"
+
+    The share is that of the datasheet's peak, and where there is none that of the large matrix
+    product which is timed when a run begins.
+    """
+    timed = [row for row in rows if "step_s" in row]
+    if not timed:
+        return ""
+    total_s = sum(row["step_s"] for row in timed)
+    parts = {}
+    for part in STEP_PARTS:
+        parts[part] = sum(row.get(f"{part}_s", 0.0) for row in timed) / total_s
+    parts["other"] = 1 - sum(parts.values())
+    named = [f"{share:.0%} {part}" for part, share in parts.items() if share >= 0.005]
+    line = f"{seconds(total_s / len(timed))} a step: {', '.join(named)}"
+    for name, peak in (
+        ("mfu", "the datasheet's peak (MFU)"),
+        ("matmul_share", "the matmul rate"),
+    ):
+        if name in timed[-1]:
+            # work over time: a slow row counts for as long as it took
+            reached = sum(row.get(name, 0.0) * row["step_s"] for row in timed) / total_s
+            return f"{line}; {reached:.0%} of {peak}"
+    return line
 
 
 def read(path: str | Path) -> list[dict[str, float]]:

@@ -10,8 +10,9 @@ from torch import nn
 
 from labcode.config import TrainConfig
 from labcode.files import write_atomically
-from labcode.train import finite
+from labcode.train import finite, metrics
 from labcode.train.build import Training
+from labcode.train.metrics import Log
 from labcode.train.observer import Observer
 from labcode.train.tasks import Task
 
@@ -21,11 +22,13 @@ class Result(Observer):
 
     Args:
         training: What has trained.
+        log: Its rows.
         out: The folder of the run; None: nothing is written.
     """
 
-    def __init__(self, training: Training, out: Path | None) -> None:
+    def __init__(self, training: Training, log: Log, out: Path | None) -> None:
         self._training = training
+        self._log = log
         self._out = out
 
     def finish(self) -> None:
@@ -47,6 +50,9 @@ class Result(Observer):
             sharded = training.grid.size("pp", "cp", "tp") > 1 or divided
             own = None if sharded else training.model.module
             write_result(out, training.task, training.config.train, weights, own)
+            time_went = metrics.where_time_went(self._log.history)
+            lines = [time_went, f"metrics, weights and TensorBoard files: {out}"]
+            print("\n".join(filter(None, lines)), flush=True)
 
 
 def write_result(
@@ -76,7 +82,7 @@ def write_result(
         model = _rebuild(task, weights)
     result = task.finish(model.eval(), settings.sample_tokens, settings.seed)
     write_atomically(out / "result.txt", (result + "\n").encode())
-    print(f"{result}\n\nmetrics, weights and TensorBoard files: {out}", flush=True)
+    print(f"{result}\n", flush=True)
 
 
 def _rebuild(task: Task, weights: dict[str, torch.Tensor]) -> nn.Module:

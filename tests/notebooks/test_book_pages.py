@@ -3,6 +3,7 @@
 import functools
 import gzip
 import http.server
+import json
 import re
 import shutil
 import subprocess
@@ -141,6 +142,18 @@ def test_no_link_is_dead(built, pages):
             elif parts.fragment and unquote(parts.fragment) not in pages[target].anchors | {"top"}:
                 dead.append(f"{path.relative_to(built)}: {link} (no such place)")
     assert dead == []
+
+
+def test_each_section_that_the_search_finds_exists(built, pages):
+    script = (built / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(script.rpartition("Search.setIndex(")[2].removesuffix(");\n"))
+    dead = []
+    for _, title, href, _, _ in index["entries"]:
+        name, _, anchor = href.partition("#")
+        page = pages.get(built / name)
+        if page is None or (anchor and anchor not in page.anchors):
+            dead.append(f"{title}: {href}")
+    assert len(index["entries"]) > 500 and dead == []
 
 
 def test_nothing_is_fetched_from_elsewhere_and_each_picture_has_a_text(built, pages):

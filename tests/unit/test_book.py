@@ -65,6 +65,26 @@ def test_what_is_no_prose_gets_no_link(text):
     assert uses().link(text) == text
 
 
+def test_the_function_of_pytorch_is_a_use_of_its_term():
+    page = uses()
+    text = page.link("Call `dist.all_reduce`. `all_reduce` is an all-reduce; `all_gather` is none.")
+    assert text.startswith("Call `dist.all_reduce`. `all_reduce` is an {term}`all-reduce <")
+    page = uses()
+    assert page.link("The first is `all_reduce`, in `all_reduce(x)` and `ring_all_reduce`.") == (
+        'The first is <a href="glossary.html#term-all-reduce"><code>all_reduce</code></a>, '
+        "in `all_reduce(x)` and `ring_all_reduce`."
+    )
+    assert page.met == ["all-reduce"]
+
+
+def test_all_reduce_is_first_used_where_it_is_explained():
+    known = book_terms.terms((ROOT / "book" / "glossary.md").read_text())
+    page = book_terms.FirstUses(known)
+    text = (ROOT / "solutions" / f"{BY_NUMBER['00'].stem}.py").read_text()
+    page.link("\n".join(line.removeprefix("# ") for line in text.splitlines()))
+    assert "all-reduce" in page.met
+
+
 def test_a_term_may_go_over_the_end_of_a_line():
     assert uses().link("one ring\nall-reduce") == ("one {term}`ring all-reduce <ring all-reduce>`")
 

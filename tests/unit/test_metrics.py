@@ -127,6 +127,19 @@ def test_a_failed_write_of_tensorboard_is_raised_and_not_printed_too(tmp_path, m
     assert threading.excepthook == before
 
 
+def test_the_last_line_of_a_run_says_where_its_time_went_and_what_share_of_the_peak_it_reached():
+    slow = {"step": 10, "step_s": 0.3, "data_s": 0.2, "forward_s": 0.1, "matmul_share": 0.1}
+    fast = {"step": 20, "step_s": 0.1, "data_s": 0.0, "forward_s": 0.08, "matmul_share": 0.3}
+    rows = [slow, {"step": 15, "val_loss": 3.0}, fast]
+    assert metrics.where_time_went(rows) == (
+        "200 ms a step: 50% data, 45% forward, 5% other; 15% of the matmul rate"
+    )
+    on_gpu = [row | {"mfu": 0.4} for row in (slow, fast)]
+    assert metrics.where_time_went(on_gpu).endswith("40% of the datasheet's peak (MFU)")
+    assert metrics.where_time_went([{"step": 1, "step_s": 1.0}]) == "1 s a step: 100% other"
+    assert metrics.where_time_went([{"step": 1, "val_loss": 3.0}]) == ""
+
+
 def test_on_a_terminal_both_losses_stand_beside_the_full_bar(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     log = metrics.Log(tmp_path, "run", steps=1, steps_done=0)

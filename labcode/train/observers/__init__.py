@@ -70,5 +70,5 @@ def observers_of(
     observers.append(Validation(training, log, target))
     if saving:
         observers.append(saving)
-    observers.append(Result(training, out))
+    observers.append(Result(training, log, out))
     return observers

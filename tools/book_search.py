@@ -1,0 +1,140 @@
+"""The search of the book: its sections, lessons first, each with a text to quote from.
+
+Sphinx finds pages, and must fetch a page to quote it, which one opened from a disk may not. So the
+file that its search page loads, searchindex.js, is written here instead: the sections of lessons,
+guide and library with their prose, and the code that finds words in them (search.js beside the
+book's style sheet). What is folded in a lesson, such as answers, is not in it.
+
+Held by: tests/notebooks/test_book_search.py, tests/notebooks/test_book_pages.py
+"""
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import nbformat
+from docutils.nodes import make_id
+from sphinx.util.nodes import _make_id as make_term_id
+
+from tools import book_api, book_text
+from tools.book_api import Module
+from tools.book_terms import Term
+from tools.course_map import Lesson
+
+SCRIPT = "book/static/search.js"
+KINDS = ("Lessons", "Guide", "Library")  # in the order of the results
+SECTION = re.compile(r"(?m)^## +(.+)$")
+NUMBERED = re.compile(r"\d+\. ")  # not goals, questions, recap and sources
+FOLDED = re.compile(r"(?s)<details>.*?</details>")
+NAVIGATION = re.compile(r"(?m)^.*\[Map of the course\].*$")
+EMPHASIS = re.compile(r"(?<![\w*])\*{1,2}([^*\n]{2,40})\*{1,2}(?![\w*])")
+FORMULA = re.compile(r"(?s)\$\$.*?\$\$|\$[^$\n]*\\[^$\n]*\$")  # not a plain name, such as $p$
+NOT_PROSE = (
+    re.compile(r"(?ms)^(```+|~~~+|:::+).*?^\1[ ]*$"),  # code, directives
+    re.compile(r"!\[[^\]]*\]\([^)]*\)"),
+    re.compile(r"</?[a-z][^>]*>|<!--.*?-->"),
+    re.compile(r"(?m)^\|[-:| ]+\|$"),  # below the head of a table
+)
+LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+MARKS = re.compile(r"[`*|$]|(?m:^#+ )")
+
+
+class Entry(NamedTuple):
+    """A section that can be found.
+
+    Args:
+        kind: Its place in `KINDS`.
+        title: Of its page and its own.
+        href: Where it begins.
+        text: Its prose.
+        terms: What it emphasises, in small letters: a lesson does so where it explains a term.
+    """
+
+    kind: int
+    title: str
+    href: str
+    text: str
+    terms: tuple[str, ...] = ()
+
+
+def entries(
+    root: Path, lessons: list[Lesson], guide: dict[str, str], terms: list[Term], known: list[Module]
+) -> list[Entry]:
+    """All sections that can be found.
+
+    Args:
+        root: Of the course.
+        lessons: In order.
+        guide: {name of a page: its Markdown}.
+        terms: Of the glossary.
+        known: The modules of the library.
+    """
+    found = []
+    for lesson in lessons:
+        notebook = nbformat.read(root / lesson.solution, as_version=4)
+        found += _lesson(lesson, book_text.joined(notebook))
+    for name, text in guide.items():
+        found += _guide(name, text)
+    for term in terms:
+        href = f"glossary.html#{make_term_id(f'term-{term.name}')}"
+        name = term.name.lower()
+        found.append(Entry(1, f"Glossary › {term.name}", href, plain(term.text), (name,)))
+    for module in known:
+        href = f"api/{module.package}.html#module-{module.name}"
+        found.append(Entry(2, module.name, href, " ".join(_docstrings(module))))
+    return found
+
+
+def _lesson(lesson: Lesson, text: str) -> Iterator[Entry]:
+    """The head of a lesson and its numbered sections."""
+    page = f"{lesson.number} {lesson.title}"
+    for heading, prose in _sections(FOLDED.sub("", NAVIGATION.sub("", text))):
+        terms = tuple(term.lower() for term in EMPHASIS.findall(prose))
+        if not heading:
+            yield Entry(0, page, f"{lesson.stem}.html", plain(prose), terms)
+        elif NUMBERED.match(heading):
+            href = f"{lesson.stem}.html#{make_id(heading)}"
+            yield Entry(0, f"{page} › {heading}", href, plain(prose), terms)
+
+
+def _guide(name: str, text: str) -> Iterator[Entry]:
+    title = text.partition("\n")[0].removeprefix("# ")
+    for heading, prose in _sections(text):
+        if heading:
+            href = f"{name}.html#{make_id(plain(heading))}"
+            yield Entry(1, f"{title} › {plain(heading)}", href, plain(prose))
+        else:
+            yield Entry(1, title, f"{name}.html", plain(prose))
+
+
+def _sections(text: str) -> Iterator[tuple[str, str]]:
+    """(heading, what stands below it); the first has none."""
+    pieces = SECTION.split(text)
+    yield "", pieces[0].partition("\n")[2] if pieces[0].startswith("# ") else pieces[0]
+    yield from zip(pieces[1::2], pieces[2::2], strict=True)
+
+
+def _docstrings(module: Module) -> Iterator[str]:
+    """What a module and its public functions and classes say of themselves."""
+    yield " ".join((ast.get_docstring(module.tree) or "").split())
+    for node in book_api.public(module.tree):
+        first = (ast.get_docstring(node) or "").partition("\n\n")[0]
+        yield f"{node.name}: {' '.join(first.split())}"
+
+
+def plain(text: str) -> str:
+    """Markdown as one line of its words."""
+    for pattern in NOT_PROSE:
+        text = pattern.sub(" ", text)
+    text = FORMULA.sub("…", text)
+    return " ".join(MARKS.sub("", LINK.sub(r"\1", text)).split())
+
+
+def script(root: Path, found: list[Entry]) -> str:
+    """What the search page loads: how to search, then what is searched."""
+    code = (root / SCRIPT).read_text(encoding="utf-8")
+    data = json.dumps({"kinds": KINDS, "entries": found}, ensure_ascii=False)
+    return f"{code}\nSearch.setIndex({data});\n"
