@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # 13 · ZeRO: sharded data parallel
+# # 13 · ZeRO and FSDP by hand: sharded data parallel
 #
 # Data parallelism copies the whole model to every rank. All copies hold the same weights, keep the same optimizer state
 # and compute the same update. In this lesson you remove the copies, one kind after the other, until nothing is kept

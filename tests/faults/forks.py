@@ -257,9 +257,17 @@ def start(
 # ---- the server
 
 
-@functools.cache
+_starting = threading.Lock()
+
+
 def _server() -> ForkServer:
     """The process that ranks are forked from; it ends with this one."""
+    with _starting:  # with the cache alone, threads that come at once would start a server each
+        return _started()
+
+
+@functools.cache
+def _started() -> ForkServer:
     folder = Path(tempfile.mkdtemp(prefix="labcode-forks-"))
     path = os.pathsep.join(filter(None, sys.path))
     return ForkServer(PRELOADED, folder, env=_clean_environment() | {"PYTHONPATH": path})

@@ -21,6 +21,9 @@ OTHER_FLOPS = {
     "03": {
         827: "labcode/assets/on_a_gpu.json: the large product",
         190: "labcode/assets/on_a_gpu.json: attention",
+    },
+    "03b": {
+        827: "labcode/assets/on_a_gpu.json: the large product",
         52: "labcode/assets/on_a_gpu.json: the large product in float32",
     },
     "15": {153: "Narayanan et al. 2021, table 2"},
