@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import nbformat
 from docutils.nodes import make_id
-from sphinx.util.nodes import _make_id as make_term_id
 
-from tools import book_api, book_text
+from tools import book_api, book_terms, book_text
 from tools.book_api import Module
 from tools.book_terms import Term
 from tools.course_map import Lesson
@@ -79,9 +78,9 @@ def entries(
     for name, text in guide.items():
         found += _guide(name, text)
     for term in terms:
-        href = f"glossary.html#{make_term_id(f'term-{term.name}')}"
-        name = term.name.lower()
-        found.append(Entry(1, f"Glossary › {term.name}", href, plain(term.text), (name,)))
+        title = f"Glossary › {term.name}"
+        href = book_terms.address(term.name)
+        found.append(Entry(1, title, href, plain(term.text), (term.name.lower(),)))
     for module in known:
         href = f"api/{module.package}.html#module-{module.name}"
         found.append(Entry(2, module.name, href, " ".join(_docstrings(module))))

@@ -15,6 +15,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sphinx.util.nodes import _make_id
+
 from tools import book_text
 
 _FUNCTION = re.compile(r"`(?:dist\.)?([a-z]+(?:_[a-z]+)+)`")
@@ -59,6 +61,11 @@ def _alphabetically(term: Term) -> str:
     return term.name.lower()
 
 
+def address(name: str) -> str:
+    """Where the glossary of the book explains a term, from a page beside it."""
+    return f"glossary.html#{_make_id(f'term-{name}')}"
+
+
 class FirstUses:
     """Links the first use of each term on a page, and remembers which terms it has met.
 
@@ -91,12 +98,13 @@ class FirstUses:
 
     def _link_function(self, code: str) -> str:
         function = _FUNCTION.fullmatch(code)
-        name = function[1].replace("_", "-") if function else ""
-        if name in self.met or name not in self._names:
+        form = function[1].replace("_", "-") if function else ""
+        name = self._names.get(form)
+        if name is None or name in self.met:
             return code
         self.met.append(name)
         # the role `term` would take the look of code away
-        return f'<a href="glossary.html#term-{name}"><code>{code.strip("`")}</code></a>'
+        return f'<a href="{address(name)}"><code>{code.strip("`")}</code></a>'
 
     def _link_once(self, match: re.Match) -> str:
         form = " ".join(match[1].split())

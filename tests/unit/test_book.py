@@ -77,6 +77,14 @@ def test_the_function_of_pytorch_is_a_use_of_its_term():
     assert page.met == ["all-reduce"]
 
 
+def test_a_function_that_is_named_by_another_form_leads_to_its_term():
+    glossary = "**data parallelism** (data parallel, data-parallel): Copies of a model."
+    page = book_terms.FirstUses(book_terms.terms(glossary))
+    assert page.link("Call `data_parallel`.") == (
+        'Call <a href="glossary.html#term-data-parallelism"><code>data_parallel</code></a>.'
+    )
+
+
 def test_all_reduce_is_first_used_where_it_is_explained():
     known = book_terms.terms((ROOT / "book" / "glossary.md").read_text())
     page = book_terms.FirstUses(known)
