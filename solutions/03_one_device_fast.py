@@ -13,10 +13,10 @@
 # %% [markdown]
 # # 03 · How fast one device can be
 #
-# In lesson 02 you found where the time of a step goes. Before anybody makes a step faster, there is a question to answer:
-# how fast can it be? Two numbers of a device and one number of an operation say so. With them you read a published
-# ladder of speed-ups, find the one rung that the numbers cannot explain, and explain it. Then you write the trick behind
-# that rung. Lesson 03b climbs the rest of the ladder.
+# In lesson 02 you found where the time of a step goes. Before anybody makes a step faster, there is a question to
+# answer: how fast can it be? Two numbers of a device and one number of an operation say so. With them you read a
+# published ladder of speed-ups, find the one rung that the numbers cannot explain, and explain it. Then you write the
+# trick behind that rung. Lesson 03b climbs the rest of the ladder.
 #
 # ## Goals
 #
@@ -220,8 +220,8 @@ for dot in dots[1:]:
 #
 # Below the ridge, then, more tokens cost next to nothing. This is why a larger batch makes a step cheaper for each
 # token until the device is full, and no cheaper beyond. It is also why a model that writes text, one token at a time,
-# uses less than a hundredth of the arithmetic of its GPU. The ridge of the H100 is 323 FLOPs for each byte. A CPU core
-# is slower than the GPU in both, and most of all in arithmetic.
+# uses less than a hundredth of the arithmetic of its GPU. The ridge of the H100, from what it has measured, is 323
+# FLOPs for each byte. A CPU core is slower than the GPU in both, and most of all in arithmetic.
 #
 # **Takeaway: an operation is bound by arithmetic if it has more FLOPs for each byte than the ridge of the device, and
 # by memory if it has fewer. A linear layer gets there with enough tokens, an elementwise operation never.**
@@ -276,11 +276,12 @@ print(f"{seconds * 1e3:.0f} ms, {flops / seconds / 1e9:.0f} GFLOP/s")
 #
 #     FLOPs / rate  +  bytes of all that is no product / bandwidth  +  operations * launch
 #
-# (On a GPU the last part counts only when the queue runs empty: lesson 03b, section 7. And operations such as `view` and `t` start
-# no kernel at all. They only look at a tensor in another way, and cost no more than the call.)
+# (On a GPU the last part counts only when the queue runs empty: lesson 03b, section 7. And
+# operations such as `view` and `t` start no kernel at all. They only look at a tensor in another way, and cost no more
+# than the call.)
 #
-# **Predict.** Which is the largest part of our step here: "arithmetic", "bytes" or "launches"? The step has some 220
-# operations, and a launch takes about 5 microseconds on a CPU.
+# **Predict.** Which is the largest part of our step here: "arithmetic", "bytes" or "launches"? What is no product moves
+# about 160 MB, by labcode's count. The step has some 220 operations, and a launch takes about 5 microseconds on a CPU.
 
 # %% tags=["predict"]
 largest_part = "arithmetic"
@@ -312,7 +313,7 @@ plot.bars(parts_ms, caption="03.parts_of_a_step")
 #     MFU = FLOPs that the model needs / (seconds of the step · peak FLOP/s of the device)
 #
 # It counts what the model needs, not what was executed. So work that is done twice to save memory (lesson 16, section
-# 4) makes it smaller. The peak is that of the datasheet, for the dtype of the products; a CPU has no such number, so
+# 5) makes it smaller. The peak is that of the datasheet, for the dtype of the products; a CPU has no such number, so
 # here we take the measured rate of a large product.
 
 # %%
@@ -337,7 +338,8 @@ plot.bars(NERSC_SAMPLES_PER_S, caption="03.nersc_ladder")
 # little; here it is not.
 #
 # **Predict.** Which share of the model's FLOPs is in the core of attention? Then compute how many FLOPs a step has
-# (forward and backward), and the MFU of the rung "bfloat16". The A100's peak in bfloat16 is 312 TFLOP/s.
+# (forward and backward), and the MFU of the rung "bfloat16", at its 53.21
+# samples/s. The A100's peak in bfloat16 is 312 TFLOP/s.
 
 # %% tags=["predict"]
 share_of_attention = 4 * 4050 / (24 * 384 + 4 * 4050)
@@ -368,8 +370,9 @@ plot.bars({rung: 100 * mfu for rung, mfu in nersc_mfu.items()}, caption="03.ners
 
 # %% [markdown]
 # The ladder ends at a quarter of the peak. NERSC has published the samples per second; the MFU is ours, from the FLOPs
-# that we counted. (The ladder's first rungs multiply in tf32, a format of lesson 03b, section 4, whose peak on the A100 is half as
-# high: of that peak, the rung DALI reaches 12 %.)
+# that we counted. (bfloat16 is a format of 16 bits. The ladder's first rungs multiply in tf32: the tensor cores, the
+# units of a GPU for products, read numbers of 32 bits and use 19 of them. Its peak on the A100 is half as high, and of
+# that peak the rung DALI reaches 12 %. Lesson 03b, section 4, explains both formats.)
 #
 # One thing does not add up. An A100 multiplies bfloat16 at most **twice** as fast as tf32, and the rung bfloat16 is
 # **four** times as fast as the one before it. Products alone cannot explain it. Something else must have become faster,
@@ -436,10 +439,10 @@ for (dtype, kernel), milliseconds in attention_ms.items():
 # Two things stand out. In bfloat16 the fused kernel is ten times as fast as plain attention, and plain attention gains
 # nothing from bfloat16: it waits for memory, and it makes more passes over the table than we have counted, some of them
 # in float32. And in 32 bits there is no FlashAttention: PyTorch takes another fused kernel, the memory-efficient one,
-# which is seven times as slow as FlashAttention in bfloat16. That is two factors. The memory-efficient kernel itself
-# becomes 3.1 times as fast in bfloat16, more than twice, because it does not use tf32 (its two rows in 32 bits are the
-# same). And FlashAttention is 2.2 times as fast as it. So the rung bfloat16 also changes the **kernel** of attention,
-# not only the dtype of its products.
+# which is seven times as slow as FlashAttention in bfloat16. That is a factor of 3.1 times one of 2.2. The
+# memory-efficient kernel itself becomes 3.1 times as fast in bfloat16, more than twice, because it does not use tf32
+# (its two rows in 32 bits are the same). And FlashAttention is 2.2 times as fast as it. So the rung bfloat16 also
+# changes the **kernel** of attention, not only the dtype of its products.
 #
 # Does that explain a ladder? The H100 has climbed it as well, with layers of NERSC's sizes. In tf32 a step took 768 ms.
 #
@@ -478,37 +481,37 @@ for kernel in ("plain", "fused"):
 #
 # $$ y = \frac{\sum_j e^{s_j - m}\, v_j}{\sum_j e^{s_j - m}} $$
 #
-# Go through the keys block by block, and keep three things: the largest score so far, the sum below the line so far,
-# and the sum above it so far. When a new block brings a larger score m', both sums were made with the old m. They are
-# set right by one factor, exp(m - m'), since exp(s - m) · exp(m - m') = exp(s - m').
+# Go through the keys block by block, and keep three things: the largest score so far, the numerator so far, and the
+# denominator so far. When a new block brings a larger score m', both sums were made with the old m. One factor sets
+# them right, exp(m - m'), since exp(s - m) · exp(m - m') = exp(s - m').
 #
-# For example, with the scores 1 and 3 in the first block and 5 in the second: after the first block m = 3, and the lower
-# sum is exp(-2) + 1 = 1.135. The second block brings m' = 5, so the sum becomes 1.135 · exp(-2) + 1 = 1.154.
+# For example, with the scores 1 and 3 in the first block and 5 in the second: after the first block m = 3, and the
+# denominator is exp(-2) + 1 = 1.135. The second block brings m' = 5, so it becomes 1.135 · exp(-2) + 1 = 1.154.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 3.2 · Attention without the table
 #
-# Write the forward of attention for one head, without a mask. `q` is [n, d], `k` is [s, d] and `v` is [s, e]. The scores
-# are q kᵀ / √d, and the result is [n, e]. Take `block` keys at a time; the last block may be shorter. Nothing that you
-# make may hold more numbers than the scores of one block, or than q, k, v and the result. About 12 lines.
+# Write the forward of attention for one head, without a mask. `q` is [n, d], `k` is [s, d] and `v` is [s, e]. The
+# scores are q kᵀ / √d, and the result is [n, e]. Take `block` keys at a time; the last block may be shorter. Neither
+# the table of scores nor a whole row of it may ever be there. A copy of q, k or v is fine. About 12 lines.
 
 # %% tags=["exercise"]
 def attention_in_blocks(q, k, v, block):
     """softmax(q k^T / sqrt(d)) v, with `block` keys at a time."""
     ### BEGIN SOLUTION
     largest = q.new_full((len(q), 1), -math.inf)
-    below = q.new_zeros(len(q), 1)
-    above = q.new_zeros(len(q), v.shape[1])
+    denominator = q.new_zeros(len(q), 1)
+    numerator = q.new_zeros(len(q), v.shape[1])
     for start in range(0, len(k), block):
         stop = start + block
         scores = q @ k[start:stop].T / math.sqrt(q.shape[1])
         now = torch.maximum(largest, scores.amax(dim=1, keepdim=True))
         weights = torch.exp(scores - now)
         factor = torch.exp(largest - now)
-        below = below * factor + weights.sum(dim=1, keepdim=True)
-        above = above * factor + weights @ v[start:stop]
+        denominator = denominator * factor + weights.sum(dim=1, keepdim=True)
+        numerator = numerator * factor + weights @ v[start:stop]
         largest = now
-    return above / below
+    return numerator / denominator
     ### END SOLUTION
 
 # %% tags=["check"]
@@ -516,12 +519,11 @@ check("3.2", attention_in_blocks)
 
 # %% [markdown]
 # FlashAttention is this loop, for a block of queries at a time, written so that a block of q, k, v and scores never
-# leaves the memory beside the units that compute. For backward it keeps the result, and of each row one number, m + ln
-# of the sum below: with it the weights of a block can be computed again. (Lesson 11 merges such parts across ranks.)
-
-# %% [markdown]
-# So it saves memory as well: for backward it keeps q, k, v, the output and one number for each row, where plain attention
-# keeps the table. In PyTorch `F.scaled_dot_product_attention` chooses the kernel by dtype, shape and mask. A mask that
+# leaves the memory beside the units that compute. (Lesson 11 merges the results of such blocks across ranks.) It saves
+# memory as well. For backward it keeps q, k, v, the result and of each row one number, m + ln of the denominator, with
+# which the weights of a block can be computed again; plain attention keeps the table.
+#
+# In PyTorch `F.scaled_dot_product_attention` chooses the kernel by dtype, shape and mask. A mask that
 # you write out as a tensor, or a dtype without a kernel, sends you back to a slower one without a word;
 # `torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)` as a block around the call makes it an error.
 #
@@ -529,18 +531,20 @@ check("3.2", attention_in_blocks)
 # by arithmetic if the sequence is long. Know which kernel your attention runs in.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Ask: at which length is fused attention bound by memory on an H100? (s / 2 < 323: below 646
-# tokens. Short sequences have small tables anyway.) Ask also why the fused kernel reaches a fifth of the H100's peak
-# here. (4 · 16 · 8 · 4050² · 48 FLOPs forward in 2.1 ms are 190 TFLOP/s. PyTorch's kernel is FlashAttention-2, which was
-# written for the A100 and reaches 35 % on an H100 at best, by the abstract of FlashAttention-3, arXiv:2407.08608.
-# Exponentials are no product, and d = 48 is no size that tensor cores like.)
+# *For the instructor.* In exercise 3.2 people set only one of the two sums right, or begin the largest score with 0.
+# Ask: at which length is fused attention bound by memory on an H100? (s / 2 < 323: below 646 tokens. Short sequences
+# have small tables anyway.) Ask also why the fused kernel reaches a fifth of the H100's peak here. (4 · 16 · 8 · 4050²
+# · 48 FLOPs forward in 2.1 ms are 190 TFLOP/s. PyTorch's kernel is FlashAttention-2, which was written for the A100 and
+# reaches 35 % on an H100 at best, by the abstract of FlashAttention-3, arXiv:2407.08608. Exponentials are no product,
+# and d = 48 is no size that tensor cores like.)
 
 # %% [markdown]
 # ## From here to GPUs and SLURM (core, 3 min)
 #
 # `python benchmarks/on_a_gpu.py` measures the roof, the layer and the attention of this lesson on your GPU; in a job on
-# SLURM the same line stands behind `srun --gpus=1`. A training run (`python -m labcode.train gpt_10m`) prints its MFU.
-# Take the peak of the dtype in which your products run, and without sparsity: datasheets like to print twice the number.
+# SLURM put `srun --gpus=1` in front of it. A training run (`python -m labcode.train gpt_10m`) prints its MFU.
+# Take the peak of the dtype in which your products run, and without sparsity: datasheets often quote the peak with
+# sparsity, which is twice as high.
 #
 # ## Questions (core, 5 min)
 #
@@ -561,22 +565,22 @@ check("3.2", attention_in_blocks)
 # The ridge grows by 2 / 1.4 = 1.43, and the tokens with it: 2 T / w has to reach the ridge.
 # </details>
 #
-# **3.** A colleague reports an MFU of 70 % for a model with long sequences, and uses 6 N T for the FLOPs. Is it more or
-# less than that in truth?
+# **3.** A colleague reports an MFU of 70 % for a model with long sequences, and uses 6 N T for the FLOPs. Is the true
+# MFU higher or lower?
 #
 # <details><summary>Answer</summary>
 #
-# More. 6 N T leaves out the products within attention, which grow with the length of the sequence, so too few FLOPs are
-# divided by the time.
+# Higher. 6 N T leaves out the products within attention, which grow with the length of the sequence, so too few FLOPs
+# are divided by the time.
 # </details>
 #
-# **4.** From lesson 02: the profiler shows a step of 100 ms in which the device is idle for 40. Which of the three
-# parts of section 2 can you make smaller without touching a kernel?
+# **4.** From lesson 02: the profiler shows a step of 100 ms, of which the device waits 40 for the next batch. Which of
+# the three parts of section 2 do you make smaller first?
 #
 # <details><summary>Answer</summary>
 #
-# None of the three: idle time is not among them. Feed the device first. Afterwards the sum of section 2 says what the
-# other 60 ms are.
+# None of them: waiting for data is no part of that sum. Feed the device first. Afterwards the sum says what the other
+# 60 ms are.
 # </details>
 #
 # ## Recap
@@ -594,9 +598,11 @@ check("3.2", attention_in_blocks)
 # - Williams, Waterman and Patterson 2009, *Roofline*, doi:10.1145/1498765.1498785: the rule of section 1.
 # - He 2022, *Making Deep Learning Go Brrrr From First Principles*: <https://horace.io/brrr_intro.html>.
 # - Chowdhery et al. 2022, *PaLM*, arXiv:2204.02311, section 4.1: MFU.
-# - Dao et al. 2022, *FlashAttention*, arXiv:2205.14135; Milakov and Gimelshein 2018, arXiv:1805.02867: the running softmax.
+# - Dao et al. 2022, *FlashAttention*, arXiv:2205.14135; Milakov and Gimelshein 2018, arXiv:1805.02867: the running
+#   softmax.
 # - NVIDIA, *H100 Tensor Core GPU* and *A100 Tensor Core GPU*, datasheets: peaks and bandwidths.
 # - NERSC, *Deep Learning at Scale Training*, README, "Single GPU performance profiling and optimization" (logs of
 #   November 2024, A100 with 40 GB, batch 16): <https://github.com/NERSC/dl-at-scale-training>. The bars are epoch 4 of
-#   each log: baseline, 4 workers, DALI, AMP BF16, fused, JIT. The sizes of the model are those of its `config/ViT.yaml`.
+#   each log: baseline, 4 workers, DALI, AMP BF16, fused, JIT. The sizes of the model are those of its
+#   `config/ViT.yaml`.
 # - Kaplan et al. 2020, arXiv:2001.08361, section 2.1: 6 N FLOPs for a token.

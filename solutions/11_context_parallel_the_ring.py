@@ -169,6 +169,8 @@ compare("lse, all three keys", lse_of_both, lse, within=1.02, found="computed")
 # - scores may be in the thousands, where `exp` overflows, in both blocks or in one of them;
 # - a row may see no key of the first block, or none of the second, but it always sees a key of one of them. Where it
 #   sees none, the block's output is 0 in this row, and its lse is -inf.
+#
+# (Exercise 3.2 carries such sums through one loop. Here both blocks are finished before they meet.)
 
 # %% tags=["exercise"]
 def my_merge(out_a, lse_a, out_b, lse_b):
@@ -864,8 +866,8 @@ for g, name, kept_kv, is_right in rows:
 #
 # Zig-zag cuts the sequence into 2p chunks. Where its length is not a multiple of 2p, labcode makes some chunks one
 # token longer than others. Transformer Engine's ring asks for equal parts of an even length, with and without a causal
-# mask. So NERSC, which cuts 4,050 patches into parts of 1,013 and 1,011, pads all of them to 1,014. A padded place has a
-# key too: without a mask that hides it, it takes a share of every softmax.
+# mask. So NERSC, which cuts 4,050 patches into parts of 1,013 and 1,011, pads all of them to 1,014. A padded place has
+# a key too: without a mask that hides it, it takes a share of every softmax.
 #
 # labcode's ring never holds a whole row of attention weights. To drop some of them, its blocks would have to draw the
 # same random numbers again in backward, which it does not do. It refuses:
@@ -997,9 +999,9 @@ report("cp 4, seeds differ", ranks.run(losses_of_own_seeds, 5)[0])
 # does when it is made.
 #
 # **Their gradients are terms of a sum.** NERSC's tutorial marks such weights (`mark_for_reduction = ["cp"]`), and a
-# communication hook of DDP (lesson 05, section 5) makes one more all-reduce for them, over cp. It can be had in one: over
-# the group of dp × cp, divided by the number of copies dp and not by the number of ranks. This is the hook that labcode
-# gives to PyTorch's DDP in the line "cp 2, dp 2". Its `num_shares` is dp.
+# communication hook of DDP (lesson 05, section 5) makes one more all-reduce for them, over cp. It can be had in one:
+# over the group of dp × cp, divided by the number of copies dp and not by the number of ranks. This is the hook that
+# labcode gives to PyTorch's DDP in the line "cp 2, dp 2". Its `num_shares` is dp.
 
 # %%
 from labcode.parallel import torch_data
@@ -1050,8 +1052,8 @@ for shape in (four, mixed, GridShape(cp=2, tp=2, order="cp-tp-dp-pp")):
     print(f"tp: ranks {shape.groups('tp')[0]} {over_tp / 1e3:.0f} kB")
 
 # %% [markdown]
-# The order changes no number. It decides which messages leave the node: the 49 kB of cp with tp first, and the 66 kB of tp
-# with cp first.
+# The order changes no number. It decides which messages leave the node: the 49 kB of cp with tp first, and the 66 kB of
+# tp with cp first.
 #
 # Which axis should cut the activations of a long sequence, tp or cp? Call A the bytes of a [B, S, H] tensor in 16-bit
 # numbers. With tp and sequence parallelism a GPU sends 10 (t - 1)/t · A for each layer in forward and backward (lesson
@@ -1092,8 +1094,8 @@ for g, predicted in ((1, cp_to_tp), (4, cp_to_tp_for_g_4)):
     compare(f"cp / tp, g = {g}", predicted, by_cp / by_tp, within=1.01, found="counted")
 
 # %% [markdown]
-# NERSC has measured both on 16 A100, four to a node: a ViT with hidden size 1024 on maps of 4,050 patches, 64 samples in
-# a step, dp 4 with tp 4 in one run and with cp 4 in the other. Its tp goes **without** sequence parallelism. Its cp
+# NERSC has measured both on 16 A100, four to a node: a ViT with hidden size 1024 on maps of 4,050 patches, 64 samples
+# in a step, dp 4 with tp 4 in one run and with cp 4 in the other. Its tp goes **without** sequence parallelism. Its cp
 # gathers K and V (section 6). tp cuts the weights, and cp does not.
 #
 # **Predict.** Which of the two runs is faster, and which takes less memory of a GPU: `"tp"` or `"cp"`?
@@ -1117,10 +1119,11 @@ for name, rate in samples_per_s.items():
 
 # %% [markdown]
 # In NERSC's code tp makes six all-reduces of a [B, S, H] tensor for each layer, two in forward and four in backward,
-# because q, k and v are three products. On 4 ranks these are 9 A, and the gather sends 3 A. Without sequence parallelism
-# each rank of tp also computes and keeps the norms and the sums of all tokens. cp leaves the 151 million weights of the
-# layers whole, which at 16 bytes each are 1.8 GB more than with tp, and takes less memory even so. The third row is tp
-# with the layers of Transformer Engine, which fuse operations: the library gains nearly as much as the axis.
+# because q, k and v are three products. On 4 ranks these are 9 A, and the gather sends 3 A. Without sequence
+# parallelism each rank of tp also computes and keeps the norms and the sums of all tokens. cp leaves the 151 million
+# weights of the layers whole, which at 16 bytes each are 1.8 GB more than with tp, and takes less memory even so. The
+# third row is tp with the layers of Transformer Engine, which fuse operations: the library gains nearly as much as the
+# axis.
 #
 # cp sends less, and most of it hides, if the parts are long enough: by sections 4 and 5, 2 · 1.2 Φ/(g β) tokens. Here
 # are the numbers for nodes of eight H100, from labcode's table of clusters. Φ is what FlashAttention-2 and 3 reach in

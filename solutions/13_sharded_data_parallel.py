@@ -25,9 +25,9 @@
 # - count what each stage sends, and say why stages 1 and 2 send no more than DDP;
 # - write a layer that keeps a part of its weight and borrows the rest, in forward and in backward.
 #
-# **Time**: 164 minutes. Good places for a break are after sections 2 and 3. If you came for FSDP2 alone, take sections 1
-# and 4 (without exercise 13.4), and then lesson 13b. **Needs**: lessons 01 (sections 2, 4 and 6), 04 (section 4) and 05
-# (sections 2 and 3).
+# **Time**: 164 minutes. Good places for a break are after sections 2 and 3. If you came for FSDP2 alone, take section
+# 1, the text of section 3 and section 4 (without exercise 13.4), and then lesson 13b. **Needs**: lessons 01 (sections
+# 2, 4 and 6), 04 (section 4) and 05 (sections 2 and 3).
 
 # %%
 import torch
@@ -763,9 +763,7 @@ for name, shard in {"by hand    ": by_hand, "FSDP2      ": by_torch}.items():
 # | 4 GPUs of one machine, stage 1 | `torchrun --nproc-per-node=4 -m labcode.train gpt_10m --parallel.zero_stage 1` |
 # | FSDP2; with ours in its place | `--parallel.zero_stage 3`; and `--parallel.data_parallel labcode` |
 #
-# On a GPU the memory that a step really needs is `torch.cuda.max_memory_allocated()`; the report of a run shows it. It
-# is more than this lesson's table says, by the activations, the units that are whole, and the buffers in which messages
-# travel. Lesson 13b has the lines for hybrid sharding and for several nodes under SLURM.
+# Lesson 13b has the lines for hybrid sharding and for several nodes under SLURM.
 
 # %%
 ranks.close()
@@ -815,7 +813,7 @@ ranks.close()
 # | 0 (DDP) | 16 N | 2 (p-1)/p N | all-reduce | `parallel.data.DataParallel` |
 # | 1 | (4 + 12/p) N | 2 (p-1)/p N | reduce-scatter, all-gather | `parallel.zero.ShardedDataParallel`, or `ShardedOptimizer` after any DDP |
 # | 2 | (2 + 14/p) N | 2 (p-1)/p N | the same | `parallel.zero.ShardedDataParallel` |
-# | 3 | 16/p N, and two units | 3 (p-1)/p N | two all-gathers, reduce-scatter | `parallel.zero.FullyShardedModule` |
+# | 3 | 16/p N, and the units in use | 3 (p-1)/p N | two all-gathers, reduce-scatter | `parallel.zero.FullyShardedModule` |
 #
 # "Sends" is for one micro-batch in a step. With m of them stages 0 and 1 send the same once; stage 2 that frees its
 # gradients in each sends (m + 1) (p-1)/p N, and stage 3 sends 3 m (p-1)/p N.

@@ -13,10 +13,10 @@
 # %% [markdown]
 # # 13b · FSDP in practice: units, tokens, nodes, a script
 #
-# In lesson 13 a layer borrowed its weight from the other ranks. That is right at any size, and whether it is fast depends
-# on three things: on how much is borrowed at a time, on how many tokens a rank computes with it, and on which links it
-# travels over. In this lesson you predict each of the three, and then write a script with PyTorch's FSDP2 that any number
-# of ranks can continue. The sections go on counting where lesson 13 ended.
+# In lesson 13 a layer borrowed its weight from the other ranks. That is right at any size, and whether it is fast
+# depends on three things: on how much is borrowed at a time, on how many tokens a rank computes with it, and on which
+# links it travels over. In this lesson you predict each of the three, and then write a script with PyTorch's FSDP2 that
+# any number of ranks can continue. The sections go on counting where lesson 13 ended.
 #
 # ## Goals
 #
@@ -25,8 +25,8 @@
 # - say when sharding is better than tensor parallelism and when it is not;
 # - write a training script with FSDP2 that computes in bfloat16, clips, accumulates, and goes on from its checkpoint.
 #
-# **Time**: 129 minutes, and 20 more for what is optional. A good place for a break is after section 6. **Needs**: lessons
-# 13 (sections 1, 3 and 4), 04 (section 7), 05 (sections 1 and 4), 08 (sections 2 and 5) and 09 (section 4).
+# **Time**: 129 minutes, and 20 more for what is optional. A good place for a break is after section 6. **Needs**:
+# lessons 13 (sections 1, 3 and 4), 04 (section 7), 05 (sections 1 and 4), 08 (sections 2 and 5) and 09 (section 4).
 
 # %%
 import torch
@@ -89,17 +89,16 @@ plot.timeline(rows_ms(waiting), names=NAMES, caption="13b.without_prefetch")
 # 630 ms. (Measured times are a few percent longer, since hooks and real messages take their time too.)
 #
 # **Predict.** With prefetch, how many ms does the step take? Only the first layer of forward, and the first one of
-# backward, has to wait for its weights. How many layers are whole or arriving at the same time, at most?
+# backward, has to wait for its weights.
 
 # %% tags=["predict"]
 with_prefetch_ms = (15 + 6 * 20) + (15 + 6 * 40 + 15)
-most_whole = 2
 
 # %%
 prefetched = units.play(ranks, 6, speeds)
 step_ms = 1e3 * prefetched.step_s
 compare("step with prefetch, ms", with_prefetch_ms, step_ms, within=1.15)
-compare("layers whole at once", most_whole, prefetched.most_whole, within=1)
+print("layers whole at once, at most:", prefetched.most_whole)
 
 # %% tags=["figure"]
 plot.timeline(rows_ms(prefetched), names=NAMES, caption="13b.with_prefetch")
@@ -113,7 +112,7 @@ plot.timeline(rows_ms(prefetched), names=NAMES, caption="13b.with_prefetch")
 # So torchtitan keeps what forward uses last. There the final norm and the head are one unit, made by
 # `fully_shard([norm, head], reshard_after_forward=False)`.
 #
-# Now all choices beside each other.
+# Now all choices side by side.
 
 # %%
 choices = {
@@ -155,8 +154,9 @@ for name, options in choices.items():
 #   this rank that makes 24 h² t FLOPs, and a GPU of Φ FLOP/s needs 24 h² t/Φ seconds. (The scores of the attention come
 #   on top, a few percent in wide models. We leave them out.)
 #
-# labcode's table of clusters (`labcode/perf/hardware_data`, with its sources) has an H100 that computes layers, as
-# lesson 03, section 1, has measured them, and what the links of a node with eight of them carry for each GPU.
+# labcode's table of clusters (`labcode/perf/hardware_data`, with its sources) has an H100 that computes whole
+# layers (they reach less than the large product of lesson 03, section 1), and what the links of a node with eight of
+# them carry for each GPU.
 
 # %% tags=["nbval-check-output"]
 from labcode.perf.cluster import load_cluster
@@ -187,7 +187,7 @@ over_full_nodes = "as many"
 wider_needs_more = "no"
 
 # %% [markdown]
-# We hold this against a layer of labcode's GPT on the meta device. PyTorch's `FlopCounterMode` counts the FLOPs of each
+# We compare this with a layer of labcode's GPT on the meta device. PyTorch's `FlopCounterMode` counts the FLOPs of each
 # operation as it runs, those of the attention scores included.
 
 # %% tags=["nbval-check-output"]
@@ -351,6 +351,8 @@ plot.hybrid_sharding(nodes=2, ranks_per_node=4, caption="13b.hybrid")
 # more is what crosses. Only gradients do; they can travel behind backward, in rings of n ranks and not of p. Every
 # gather that a layer has to wait for stays inside the node.
 #
+# `two_steps` is that of lesson 13, section 1: it trains the small GPT and notes its collectives.
+#
 # **Predict.** Our 4 ranks stand for 2 nodes of 2. How many numbers for each parameter does a node send, flat and
 # hybrid?
 
@@ -386,7 +388,8 @@ compare("flat", flat_sends, numbers[0], within=1.1, found="counted")
 compare("hybrid", hybrid_sends, numbers[1], within=1.1, found="counted")
 
 # %% [markdown]
-# (The flat one is a little below the formula, because the root is gathered only once.) The price is memory: a rank
+# (The flat one is a little below the formula, because the root, what is outside of all layers, is gathered only
+# once.) The price is memory: a rank
 # keeps 16/s bytes for each parameter instead of 16/p. With FSDP2 this is a mesh of two dims, which must have names. It
 # copies over the first dim and shards over the second:
 #
@@ -478,12 +481,12 @@ plot.lines(
 #
 # **Precision.** `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` says in which dtype the
 # weights of a unit are gathered and used, and in which its gradients are added up over the ranks. The rows that a rank
-# keeps stay as the model was built, in float32: they are the master weights of lesson 13, section 1. Their gradients are float32
-# too. So a rank keeps 4 + 4 + 8 = 16 bytes for each of its parameters, as many as in the table there, and the
-# 16-bit weights exist only while a unit is whole. The all-gathers send 2 bytes for each number, and the reduce-scatters
-# send 4, so backward needs the 1.5 times as many tokens of section 5. If you leave `reduce_dtype` out, gradients are
-# sent and added up in the dtype they were computed in. Here that is bfloat16: 2 bytes, but a sum over many ranks loses
-# digits.
+# keeps stay as the model was built, in float32: they are the master weights of lesson 13, section 1. Their
+# gradients are float32 too. So a rank keeps 4 + 4 + 8 = 16 bytes for each of its parameters, as many as in the table
+# there, and the 16-bit weights exist only while a unit is whole. The all-gathers send 2 bytes for each number, and the
+# reduce-scatters send 4, so backward needs the 1.5 times as many tokens of section 5. If you leave `reduce_dtype` out,
+# gradients are sent and added up in the dtype they were computed in. Here that is bfloat16: 2 bytes, but a sum over
+# many ranks loses digits.
 #
 # Without a policy, and with `model.bfloat16()` before `fully_shard`, a rank keeps 2 + 2 + 2 + 2 = 8 bytes, since
 # AdamW's two averages have the dtype of the weight. There is no master copy then, and updates that are small beside
@@ -563,10 +566,10 @@ ranks.run(embedding_apart, tokens)
 # **The older FSDP.** Many scripts still use `FullyShardedDataParallel`, FSDP1. It joins all weights of a unit, end to
 # end, into one long `FlatParameter` and gives each rank an equal slice of it, which may begin in the middle of a
 # weight. One tensor has one dtype, and is frozen or not, so all weights of a unit have to agree in both. (With
-# `use_orig_params=True` the model shows its weights again, as parts of the flat one, and some may be frozen.) A wrapping
-# policy finds the units, here every `Block`. The guide of Transformer Engine does so with
-# `transformer_layer_cls={te.TransformerLayer}`, for layers that have no parallelism of their own (lesson 18, section 11,
-# has that code for FSDP1 and FSDP2). FSDP2 cuts each weight by itself. The same layer in both:
+# `use_orig_params=True` the model shows its weights again, as parts of the flat one, and some may be frozen.) A
+# wrapping policy finds the units, here every `Block`. The guide of Transformer Engine does so with
+# `transformer_layer_cls={te.TransformerLayer}`, for layers that have no parallelism of their own (lesson 18, section
+# 11, has that code for FSDP1 and FSDP2). FSDP2 cuts each weight by itself. The same layer in both:
 
 # %% tags=["nbval-check-output"]
 import functools
@@ -599,9 +602,9 @@ print("FSDP1, rank 1:", flat)
 print("FSDP2, rank 1:", cut)
 
 # %% [markdown]
-# With FSDP1 a rank keeps one slice of 12,496 numbers, a quarter of the layer. Rank 0's takes the first three weights, 64
-# + 64 + 12,288 numbers, and 80 numbers of the fourth, a bias of 192. Rank 1's begins in the middle of that bias. With
-# FSDP2 each weight keeps its name, and each rank has some of its rows. What changes in a script:
+# With FSDP1 a rank keeps one slice of 12,496 numbers, a quarter of the layer. Rank 0's takes the first three weights,
+# 64 + 64 + 12,288 numbers, and 80 numbers of the fourth, a bias of 192. Rank 1's begins in the middle of that bias.
+# With FSDP2 each weight keeps its name, and each rank has some of its rows. What changes in a script:
 #
 # | FSDP1 | FSDP2 |
 # |---|---|
@@ -745,7 +748,7 @@ check("13.5", main)
 # %% [markdown]
 # In the folder `runs` beside this notebook, `torchrun --nproc-per-node=2 train_13.py 12 bfloat16` goes on from the
 # checkpoint that the check has left; with 8 GPUs the same file runs as `--nproc-per-node=8`. labcode has checkpoints of
-# its own, which also survive a rank that dies while it writes; lesson 17, sections 1 and 2, is about these.
+# its own, which also survive a rank that dies while it writes; lesson 17, sections 2 and 4, is about these.
 #
 # **Takeaway: blocks, model, then optimizer; a policy for the numbers that travel; gradients travel once in a step; each
 # rank saves its rows, and any number of ranks reads them.**
@@ -761,7 +764,8 @@ check("13.5", main)
 # %% [markdown]
 # ## 8. Open end: choose a layout before you submit (optional, 20 min)
 #
-# The numbers of lesson 13, section 1, and of section 6 are enough to choose how a model is divided before a job is submitted.
+# The numbers of lesson 13, section 1, and of section 6 are enough to choose how a model is divided before a job is
+# submitted.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 13.6 · Choose a layout
@@ -859,9 +863,9 @@ for situation in layouts.CASES:
 #
 # (Under `srun`, export `MASTER_ADDR` and `MASTER_PORT` first, the variables of lesson 04; lesson 14 writes such a
 # script.) On a GPU the memory that a step really needs is `torch.cuda.max_memory_allocated()`; the report of a run
-# shows it. It is more than the table of lesson 13 says, by the activations, the units that are whole, and the buffers in
-# which messages travel. In a profile of a good run the all-gathers lie below the layers before them; gaps before each
-# layer mean that the link is too slow, or that nothing is prefetched.
+# shows it. It is more than the table of lesson 13 says, by the activations, the units that are whole, and the buffers
+# in which messages travel. In a profile of a good run the all-gathers lie below the layers before them; gaps before
+# each layer mean that the link is too slow, or that nothing is prefetched.
 
 # %%
 ranks.close()

@@ -162,6 +162,26 @@ def query_by_query(q, k, v, block):
     return torch.stack(rows)
 
 
+def a_name_for_each(q, k, v, block):
+    keys_first = k.T.contiguous()
+    largest = torch.full((q.shape[0],), float("-inf"), dtype=q.dtype)
+    bottom = torch.zeros_like(largest)
+    top = torch.zeros(q.shape[0], v.shape[1], dtype=q.dtype)
+    for i in range(0, k.shape[0], block):
+        raw = q @ keys_first[:, i : i + block]
+        scores = raw / q.shape[1] ** 0.5
+        best = scores.max(dim=1).values
+        new = torch.maximum(largest, best)
+        shifted = scores - new[:, None]
+        weights = shifted.exp()
+        correction = (largest - new).exp()
+        part = weights @ v[i : i + block]
+        top = correction[:, None] * top + part
+        bottom = correction * bottom + weights.sum(dim=1)
+        largest = new
+    return top / bottom[:, None]
+
+
 def keeps_all_blocks(q, k, v, block):
     scores = [q @ part.T / math.sqrt(q.shape[1]) for part in k.split(block)]
     largest = torch.stack([part.amax(1) for part in scores]).amax(0)[:, None]
@@ -172,6 +192,10 @@ def keeps_all_blocks(q, k, v, block):
 
 def the_table(q, k, v, block):
     return torch.softmax(q @ k.T / math.sqrt(q.shape[1]), dim=1) @ v
+
+
+def a_row_at_a_time(q, k, v, block):
+    return torch.stack([torch.softmax(k @ x / math.sqrt(len(x)), 0) @ v for x in q])
 
 
 def by_sdpa(q, k, v, block):
@@ -194,18 +218,25 @@ ATTENTION = Answers(
         "in two passes": in_two_passes,
         "by logsumexp": by_logsumexp,
         "query by query": query_by_query,
+        "a name for each": a_name_for_each,
     },
     wrong={
         "no root": (changed(" / math.sqrt(q.shape[1]) => "), "are not divided by the root"),
         "no root, only d": (changed("math.sqrt(q.shape[1]) => q.shape[1]"), "not by their root"),
-        "no factor": (changed(f"{FACTOR} => factor = 1"), "which factor sets it right?"),
-        "no factor above": (changed("above * factor => above"), "only the sum below the line"),
-        "no factor below": (changed("below * factor => below"), "only the sum above the line"),
-        "the factor upside down": (
-            changed(f"{FACTOR} => factor = torch.exp(now - largest) if start else 0.0"),
-            "the old sums grow",
+        "no factor": (changed(f"{FACTOR} => factor = 1"), "which factor sets them right?"),
+        "no factor above": (changed("numerator * factor => numerator"), "only the denominator is"),
+        "no factor below": (
+            changed("denominator * factor => denominator"),
+            "only the numerator is",
         ),
-        "without the sum": (changed("above / below => above"), "what is it divided by?"),
+        "the factor upside down": (
+            changed(f"{FACTOR} => factor = torch.exp(now - largest)"),
+            "Is the factor 0 then, or infinite?",
+        ),
+        "without the sum": (
+            changed("numerator / denominator => numerator"),
+            "what is it divided by?",
+        ),
         "whole blocks": (
             changed("range(0, len(k), block) => range(0, len(k) // block * block, block)"),
             "the last block may be shorter",
@@ -218,16 +249,51 @@ ATTENTION = Answers(
             changed("q.new_full((len(q), 1), -math.inf) => q.new_zeros(len(q), 1)"),
             "With which number does the largest score begin?",
         ),
+        "the first largest for ever": (
+            changed(
+                "now = torch.maximum(largest, scores.amax(dim=1, keepdim=True)) => "
+                "now = scores.amax(dim=1, keepdim=True) if start == 0 else largest"
+            ),
+            "Is what you subtract still the largest so far?",
+        ),
+        "the largest of the block": (
+            changed(
+                "torch.maximum(largest, scores.amax(dim=1, keepdim=True)) => "
+                "scores.amax(dim=1, keepdim=True)"
+            ),
+            "the largest so far, or that of the block?",
+        ),
+        "one largest for all queries": (
+            changed("scores.amax(dim=1, keepdim=True) => scores.max()"),
+            "Does each have a largest score of its own?",
+        ),
+        "the factor after adding": (
+            changed(
+                "denominator * factor + weights.sum(dim=1, keepdim=True) => "
+                "(denominator + weights.sum(dim=1, keepdim=True)) * factor",
+                "numerator * factor + weights @ v[start:stop] => "
+                "(numerator + weights @ v[start:stop]) * factor",
+            ),
+            "what comes first?",
+        ),
+        "divides in each block": (
+            changed(
+                "largest = now\n => numerator = numerator / denominator\n        largest = now\n",
+                "return numerator / denominator => return numerator",
+            ),
+            "the numerator is divided once",
+        ),
+        "a row at a time": (a_row_at_a_time, "that is a whole row of the table"),
         "mean of blocks": (mean_of_blocks, "must weigh more"),
         "sums begin anew": (
-            changed("below * factor + => ", "above * factor + => "),
+            changed("denominator * factor + => ", "numerator * factor + => "),
             "are the sums carried on?",
         ),
-        "the table": (the_table, "which of them does the next block still need?"),
-        "all blocks kept": (keeps_all_blocks, "which of them does the next block still need?"),
+        "the table": (the_table, "does the next block of keys still need?"),
+        "all blocks kept": (keeps_all_blocks, "does the next block of keys still need?"),
         "PyTorch's": (by_sdpa, "is PyTorch's own"),
         "without return": (
-            changed("return above / below => above / below"),
+            changed("return numerator / denominator => numerator / denominator"),
             "is there a `return`?",
         ),
     },

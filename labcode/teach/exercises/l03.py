@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,28 +120,54 @@ def _is_at_the_ridge(answer: Callable[..., Any], device: tuple[Any, ...], truth:
 
 
 class Head(NamedTuple):
-    """Sizes of a case: queries, keys, keys in a block, features of a key and of a value."""
+    """A case: queries, keys, keys in a block, features of a key and of a value, and its scores."""
 
     queries: int
     keys: int
     block: int
     width: int
     value_width: int
-    shift: float = 0.0  # about how large each score is
+    first: float = 0.0  # about the score of the first key
+    last: float = 0.0  # and of the last one; those between lie on a line
+    turned: bool = False  # every second query has scores of the other sign
 
     def __str__(self) -> str:
-        scores = f", scores of about {self.shift:g}" if self.shift else ""
-        return f"with {self.queries} queries, {self.keys} keys and blocks of {self.block}{scores}: "
+        scores = f", scores from {self.first:g} to {self.last:g}"
+        told = scores if self.first or self.last else ""
+        return f"with {self.queries} queries, {self.keys} keys and blocks of {self.block}{told}: "
 
 
+LARGE_SCORES = Head(6, 9, 2, 4, 4, first=1000.0, last=1000.0)
+SMALL_SCORES = Head(6, 9, 2, 4, 4, first=-1000.0, last=-1000.0)
+RISING = Head(6, 9, 2, 4, 4, last=2000.0)
+FALLING = Head(6, 9, 2, 4, 4, first=2000.0)
+TURNED = Head(6, 9, 2, 4, 4, first=1000.0, last=1000.0, turned=True)
 HEADS = (
     Head(5, 12, 4, 6, 6),
     Head(7, 10, 3, 4, 5),  # the last block is shorter, and a value wider than a key
     Head(4, 6, 8, 4, 4),  # one block is enough
-    Head(6, 9, 2, 4, 4, shift=1000.0),
-    Head(6, 9, 2, 4, 4, shift=-1000.0),
+    LARGE_SCORES,
+    SMALL_SCORES,
+    RISING,
+    FALLING,
+    TURNED,
 )
-LARGE = Head(16, 64, 4, 4, 4)  # the table has 1,024 numbers, a block 64
+LONG = Head(16, 512, 4, 2, 2)  # the table has 8,192 numbers, and k and v have 1,024 each
+NOT_FINITE = {  # what is asked where the result has inf or nan
+    LARGE_SCORES: "exp(1000) is too large for a float64. What is subtracted from the scores first?",
+    SMALL_SCORES: "exp(-1000) is 0, and so is the denominator. With which number does the largest "
+    "score begin?",
+    RISING: "later blocks have larger scores than the first one. Is what you subtract still the "
+    "largest so far?",
+    FALLING: "later blocks have smaller scores than the first one. Is what you subtract the "
+    "largest so far, or that of the block?",
+    TURNED: "one query has scores of 1000, and the next of -1000. Does each have a largest score "
+    "of its own?",
+}
+ORDINARY = (
+    "with ordinary scores already: before the first block the largest score is -inf. Is the factor "
+    "0 then, or infinite?"
+)
 
 
 def _operands(head: Head) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,10 +176,23 @@ def _operands(head: Head) -> tuple[Tensor, Tensor, Tensor]:
     q = torch.randn(head.queries, head.width, generator=generator, dtype=torch.float64)
     k = torch.randn(head.keys, head.width, generator=generator, dtype=torch.float64)
     v = torch.randn(head.keys, 2 * head.value_width, generator=generator, dtype=torch.float64)
-    if head.shift:  # one feature gives all scores the shift, and the others tell them apart
+    if head.first or head.last:  # one feature gives the scores, and the others tell them apart
         q[:, 0] = 1.0
-        k[:, 0] += head.shift * math.sqrt(head.width)
+        k[:, 0] += torch.linspace(head.first, head.last, head.keys) * math.sqrt(head.width)
+    if head.turned:
+        q[::2] *= -1
     return q, k, v[:, : head.value_width]
+
+
+Mistake = Literal[
+    "",
+    "numerator kept",
+    "denominator kept",
+    "both kept",
+    "factor after adding",
+    "divided in each block",
+    "not divided",
+]
 
 
 def blockwise(
@@ -161,12 +200,10 @@ def blockwise(
     k: Tensor,
     v: Tensor,
     block: int,
+    mistake: Mistake = "",
     *,
     scale: float | None = None,
-    set_right: tuple[bool, bool] = (True, True),
-    inverse: bool = False,
     num_keys: int | None = None,
-    divide: bool = True,
 ) -> Tensor:
     """Attention by running sums, right or with a mistake.
 
@@ -175,27 +212,36 @@ def blockwise(
         k: [keys, width].
         v: [keys, value width].
         block: Keys at a time.
+        mistake: Of those that people make with the sums; "" is right.
         scale: Of the scores; None: 1/sqrt(width).
-        set_right: Whether the sums below and above the line follow a new largest score.
-        inverse: They follow it the wrong way round.
         num_keys: Those that are seen; None: all.
-        divide: By the sum below the line.
 
     Source: Dao et al. 2022 (arXiv:2205.14135), algorithm 1.
     Held by: tests/unit/test_l03_labs.py
     """
     largest = q.new_full((len(q), 1), -math.inf)
-    below = q.new_zeros(len(q), 1)
-    above = q.new_zeros(len(q), v.shape[1])
+    denominator = q.new_zeros(len(q), 1)
+    numerator = q.new_zeros(len(q), v.shape[1])
     for start in range(0, len(k) if num_keys is None else num_keys, block):
         scores = q @ k[start : start + block].T * (scale or 1 / math.sqrt(q.shape[1]))
         now = torch.maximum(largest, scores.amax(dim=1, keepdim=True))
         weights = torch.exp(scores - now)
-        factor = torch.exp(now - largest if inverse and start else largest - now)
-        below = below * (factor if set_right[0] else 1) + weights.sum(dim=1, keepdim=True)
-        above = above * (factor if set_right[1] else 1) + weights @ v[start : start + block]
+        factor = torch.exp(largest - now)
         largest = now
-    return above / below if divide else above
+        if mistake == "factor after adding":
+            denominator = (denominator + weights.sum(dim=1, keepdim=True)) * factor
+            numerator = (numerator + weights @ v[start : start + block]) * factor
+            continue
+        if mistake not in ("denominator kept", "both kept"):
+            denominator = denominator * factor
+        if mistake not in ("numerator kept", "both kept"):
+            numerator = numerator * factor
+        denominator = denominator + weights.sum(dim=1, keepdim=True)
+        numerator = numerator + weights @ v[start : start + block]
+        if mistake == "divided in each block":
+            numerator = numerator / denominator
+    is_divided = mistake in ("not divided", "divided in each block")
+    return numerator if is_divided else numerator / denominator
 
 
 def _softmax_of_each_block(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
@@ -206,12 +252,13 @@ def _softmax_of_each_block(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tenso
 
 
 class _Memory(TorchDispatchMode):
-    """What operations make: their names, and how many numbers existed at a time, at most."""
+    """What operations make: names, sizes, and how many numbers existed at a time, at most."""
 
     def __init__(self) -> None:
         super().__init__()
         self.most = 0
         self.names: set[str] = set()
+        self.sizes: set[int] = set()
         self._made: dict[StorageWeakRef, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -223,6 +270,7 @@ class _Memory(TorchDispatchMode):
             storage = one.untyped_storage()
             num_numbers = storage.nbytes() // one.element_size()
             self._made.setdefault(StorageWeakRef(storage), num_numbers)
+            self.sizes.add(one.numel())
         alive = [size for piece, size in self._made.items() if not piece.expired()]
         self.most = max(self.most, sum(alive))
         return result
@@ -232,18 +280,22 @@ def attention(answer: Callable[..., Any]) -> None:
     """The learner's `attention_in_blocks(q, k, v, block)`."""
     for head in HEADS:
         _is_attention(answer, head)
-    q, k, v = _operands(LARGE)
+    q, k, v = _operands(LONG)
     with _Memory() as memory:
-        answer(q, k, v, LARGE.block)
-    table = LARGE.queries * LARGE.keys
-    hint = (
-        f"the table of all scores would have {table:,} numbers, a block of it has "
-        f"{LARGE.queries * LARGE.block}, and at one time {memory.most:,} numbers that your code "
-        "has made were there: which of them does the next block still need?"
-    )
+        answer(q, k, v, LONG.block)
+    table = LONG.queries * LONG.keys
     own = "scaled_dot_product_attention is PyTorch's own: write it with products, exp and sums"
     is_torchs = any("scaled_dot_product" in name for name in memory.names)
-    refuse({own: is_torchs, hint: memory.most > table // 2})
+    whole = (
+        f"with {LONG.queries} queries and {LONG.keys} keys, {memory.most:,} numbers that your code "
+        f"has made were there at one time, and the table of all scores has {table:,}: which scores "
+        "does the next block of keys still need?"
+    )
+    row = (
+        f"something with {LONG.keys} numbers is made, as many as there are keys: that is a whole "
+        f"row of the table. Take {LONG.block} keys at a time, as `block` says"
+    )
+    refuse({own: is_torchs, whole: memory.most > table // 2, row: LONG.keys in memory.sizes})
 
 
 def _is_attention(answer: Callable[..., Any], head: Head) -> None:
@@ -254,16 +306,8 @@ def _is_attention(answer: Callable[..., Any], head: Head) -> None:
     tensor(found, (head.queries, head.value_width))
     changed = any(not torch.equal(*pair) for pair in zip((q, k, v), before, strict=True))
     refuse({"q, k or v has changed: they belong to the caller": changed}, case)
-    overflows = (
-        "the result has numbers that are none: exp(1000) is too large for a float64. What is "
-        "subtracted from the scores first?"
-    )
-    underflows = (
-        "the result has numbers that are none: exp(-1000) is 0, and so is the sum below the line. "
-        "With which number does the largest score begin?"
-    )
-    is_none = not bool(torch.isfinite(found).all())
-    refuse({overflows: is_none and head.shift > 0, underflows: is_none and head.shift < 0}, case)
+    not_finite = f"the result has inf or nan, {NOT_FINITE.get(head, ORDINARY)}"
+    refuse({not_finite: not bool(torch.isfinite(found).all())}, case)
     arguments = (q, k, v, head.block)
     of_blocks = _softmax_of_each_block(*arguments)
     whole_blocks = head.keys // head.block * head.block
@@ -275,19 +319,16 @@ def _is_attention(answer: Callable[..., Any], head: Head) -> None:
         "the scores are divided by the features of a key, and not by their root": blockwise(
             *arguments, scale=1 / head.width
         ),
-        f"{late}what was summed before it, below and above the line, was made with the old largest "
-        "score: which factor sets it right?": blockwise(*arguments, set_right=(False, False)),
-        f"{late}only the sum above the line is set right": blockwise(
-            *arguments, set_right=(False, True)
+        f"{late}both sums so far were made with the old largest score: which factor sets them "
+        "right?": blockwise(*arguments, "both kept"),
+        f"{late}only the numerator is set right": blockwise(*arguments, "denominator kept"),
+        f"{late}only the denominator is set right": blockwise(*arguments, "numerator kept"),
+        "the factor is for what was summed before this block, and it meets the block as well: what "
+        "comes first?": blockwise(*arguments, "factor after adding"),
+        "each block divides: the numerator is divided once, when all keys are in it": blockwise(
+            *arguments, "divided in each block"
         ),
-        f"{late}only the sum below the line is set right": blockwise(
-            *arguments, set_right=(True, False)
-        ),
-        f"{late}the old sums grow: must exp(score - largest) become larger or smaller, when the "
-        "largest does?": blockwise(*arguments, inverse=True),
-        "the sum above the line is there: what is it divided by?": blockwise(
-            *arguments, divide=False
-        ),
+        "the numerator is there: what is it divided by?": blockwise(*arguments, "not divided"),
         f"the last {head.keys - whole_blocks} keys are not there: the last block may be shorter": (
             blockwise(*arguments, num_keys=whole_blocks) if 0 < whole_blocks < head.keys else False
         ),
@@ -297,8 +338,7 @@ def _is_attention(answer: Callable[..., Any], head: Head) -> None:
         "to 1 over all keys": of_blocks.sum(dim=0),
         "only the last block is there: are the sums carried on?": of_blocks[-1],
     }
-    truth = blockwise(*arguments)
-    diagnose(case, found, truth, mistakes)
+    diagnose(case, found, blockwise(*arguments), mistakes)
 
 
 # ---- 3.3
@@ -534,13 +574,12 @@ EXERCISES = {
     ),
     "3.2": Exercise(
         check=attention,
-        praise="softmax(q k^T / sqrt(d)) v, for scores of 1000 too, and one block of scores at "
-        "a time",
+        praise="softmax(q k^T / sqrt(d)) v, for scores of 1000 too, a block of them at a time",
         hints=(
             "write it for one block first: scores, their largest, weights, the two sums. What "
             "would a second block need from the first?",
-            "the sums so far are sums of exp(score - old largest). By which factor do they become "
-            "sums of exp(score - new largest)?",
+            "with which numbers do the largest score and the two sums begin, so that the first "
+            "block needs no case of its own?",
             "in which order: the new largest score, the factor, then both sums, then remember the "
             "new largest",
         ),
