@@ -21,12 +21,12 @@
 # ## Goals
 #
 # - explain how processes find each other, and what rank, world size and process group mean;
-# - say for each collective who holds what before and after it;
+# - say what each rank holds before and after each collective;
 # - write an all-reduce from sends and receives, and count its messages and bytes;
 # - predict the time of an all-reduce from its size;
 # - recognise the three ways in which a collective goes wrong, and know where to look.
 #
-# **Time**: 120 minutes, and 22 more for what is optional. Good places for a break are after section 3 and after
+# **Time**: 126 minutes, and 22 more for what is optional. Good places for a break are after section 3 and after
 # section 6.
 #
 # **Needs**: lesson 00 (sections 1 and 3).
@@ -146,7 +146,7 @@ done = launch.run("runs.hello", nproc=4)
 # way the job has lost an agent or a rank, and cannot go on for long.)
 
 # %% [markdown]
-# ## 2. From one message to eight collectives (core, 17 min)
+# ## 2. From one message to eight collectives (core, 22 min)
 #
 # The smallest exchange has one sender and one receiver. `dist.send(x, dst)` sends a tensor to rank `dst`. `dist.recv(x,
 # src)` waits for a tensor from rank `src` and writes it into `x`. A message carries nothing but the numbers, so the
@@ -166,7 +166,29 @@ def hand_over(rank):
 for rank, held in enumerate(ranks.run(hand_over)):
     print(f"rank {rank} holds {held}")
 
+# %% [markdown] tags=["exercise"]
+# ### Exercise 1.0 · Pass it on
+#
+# One sender and one receiver are enough to reach everybody. Write `pass_on`: the tensor of rank 0 goes to rank 1, from
+# there to rank 2, and so on, until all p ranks hold it in their `x`. The last rank has nobody to send to. About 4 lines.
+
+# %% tags=["exercise"]
+def pass_on(x, rank, p):
+    """Copy rank 0's x to all p ranks, in place, from each rank to the next."""
+    ### BEGIN SOLUTION
+    if rank > 0:
+        dist.recv(x, src=rank - 1)
+    if rank < p - 1:
+        dist.send(x, dst=rank + 1)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("1.0", pass_on, ranks)
+
 # %% [markdown]
+# All ranks ran the same lines, and each did its own part, because the rank decides. That is how every program in this
+# course is written.
+#
 # In training, the same patterns of messages come up again and again, and each has a name. A **collective** is an
 # operation that a whole set of ranks takes part in: all of them call the same function, in the same order, with tensors
 # that fit together. (In an all-reduce, for example, all have the same shape.) Such a set of ranks is called a **process
@@ -179,7 +201,7 @@ for rank, held in enumerate(ranks.run(hand_over)):
 plot.collectives(("broadcast", "scatter", "gather", "reduce"), 4, caption="01.rooted")
 
 # %% [markdown]
-# In the cells below, rank r starts with the four numbers 10 r, 10 r + 1, 10 r + 2 and 10 r + 3. Here are two of the
+# A broadcast gives everybody what `pass_on` gave them. In the cells below, rank r starts with the four numbers 10 r, 10 r + 1, 10 r + 2 and 10 r + 3. Here are two of the
 # four at work, with rank 0 as the root.
 
 # %% tags=["nbval-check-output"]
@@ -402,7 +424,7 @@ plot.bars(sent_by, caption="01.star_and_ring")
 # contribution somewhere.)
 
 # %% [markdown]
-# ## 4. Write the ring (core, 32 min)
+# ## 4. Write the ring (core, 30 min)
 #
 # One thing has to be right in every step: sending and receiving must happen **at the same time**. Suppose that all
 # ranks first send to the right, and wait until their tensor has been taken. Then nobody ever gets to its receive, and
@@ -461,7 +483,7 @@ check("1.1", reduce_scatter_half, ranks)
 # that p divides the number of elements.
 #
 # Two things to know. `x.view(-1)` is the same memory seen as one long row, and `.chunk(p)` cuts a row into p parts
-# without copying it. (It gives a tuple; `list(...)` makes of it the list that exercise 1.1 works on.) And what arrives
+# without copying it. (It gives a tuple; `list(...)` turns it into the list of exercise 1.1.) And what arrives
 # in the second half can be received straight into its place.
 #
 # If you skipped exercise 1.1, call `ring.reduce_scatter_phase(chunks, group)` for the first half.
@@ -489,15 +511,6 @@ check("1.2", ring_all_reduce, ranks)
 # meant (right on four ranks, a hang or an error on the group of three), they add in the second half, or they work on
 # copies (`x.view(-1).clone()`, or `torch.cat` into a new tensor) and leave `x` as it was. Whoever finishes early can
 # make the chunks uneven: `tensor_split` instead of `chunk`, and a smaller part of `arrived`.
-
-# %% [markdown]
-# Here are the two halves as labcode has them. They look a little different from yours, for two reasons: they count the
-# bytes that are sent, and they also take chunks of different sizes, for tensors that p does not divide. Their
-# `exchange` is told the neighbours, where yours finds them out.
-
-# %%
-show_source(ring.reduce_scatter_phase)
-show_source(ring.all_gather_phase)
 
 # %% [markdown]
 # Does PyTorch's own `dist.all_reduce` send as many bytes as the ring? It does not say, so we ask the operating system.
@@ -617,7 +630,7 @@ check("1.3", tree_broadcast, ranks)
 # 20 s). Ask the room for the tree of a *reduce*. (The same picture, read from right to left, with an addition.)
 
 # %% [markdown]
-# ## 6. What does it cost? (core, 14 min)
+# ## 6. What does it cost? (core, 17 min)
 #
 # Every message costs some time before its first byte arrives: the sending process has to call the network, the
 # receiving one has to wake up. This is the **latency** α, in seconds. After that, the bytes flow at some speed, the
@@ -701,6 +714,47 @@ plot.lines(
 # If the comparison says "NOT within a factor of 2", other programs were busy while one of the three sizes was measured:
 # run the fit, your prediction and the measurement once more. The model also leaves something out: on this machine four
 # ranks share the cores that copy every byte, while on a cluster each has its own.
+#
+# And your ring? It is a dozen lines of Python, and PyTorch's all-reduce on CPUs is a library in C++.
+#
+# **Predict.** How long does your ring take for 16 MiB, compared with `dist.all_reduce`? Write `"about as long"`, `"two
+# to five times as long"` or `"more than five times as long"`.
+
+# %% tags=["predict"]
+my_ring_takes = "about as long"
+
+# %%
+from labcode.lab import yours
+
+my_ring = yours("1.2", ring.all_reduce)
+
+def by_my_ring(x):
+    my_ring(x, dist.group.WORLD)
+
+def times_as_long(num_bytes):
+    """Of my ring, beside PyTorch's all-reduce: the middle one of three comparisons."""
+    ratios = []
+    for _ in range(3):
+        mine_s = usual_s(by_my_ring, num_bytes)
+        theirs_s = usual_s(all_reduce_once, num_bytes)
+        ratios.append(mine_s / theirs_s)
+    return sorted(ratios)[1]
+
+large = times_as_long(2**24)
+small = times_as_long(2**10)
+found = "about as long"
+if large > 1.75:
+    found = "two to five times as long"
+if large > 5:
+    found = "more than five times as long"
+LENGTHS = ("about as long", "two to five times as long", "more than five times as long")
+compare("my ring for 16 MiB", my_ring_takes, found, options=LENGTHS)
+print(f"my ring takes {large:.1f} times as long for 16 MiB, and {small:.1f} times for 1 KiB")
+
+# %% [markdown]
+# For a large tensor the time goes into moving the bytes and adding them up, and your ring moves as many as theirs. The
+# lines of Python cost some microseconds a step, which only a small tensor notices. The algorithm decides, and not the
+# language.
 #
 # A model has hundreds of gradients, and many of them are small. Is it better to send 64 tensors of 16 KiB one by one,
 # or all together, as one **bucket** of 1 MiB?

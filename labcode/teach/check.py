@@ -1,6 +1,7 @@
 """What the cells of a lesson call: exercises that check themselves, hints, predictions, sources.
 
 check("1.2", my_ring, ranks)                 right, wrong (with what is wrong), or not done yet
+yours("1.2", ring.all_reduce)                what the learner wrote, if it was right; else labcode's
 hint("1.2")                                  the next hint for this exercise
 compare("bytes per rank", guess, measured)   both, and whether the prediction is right or close
 show_source(ring_all_reduce)                 the source of a function or a class; folded below an
@@ -40,6 +41,7 @@ __all__ = [
     "is_stub",
     "reason",
     "show_source",
+    "yours",
 ]
 
 NOT_DONE = "not done yet"
@@ -121,6 +123,9 @@ class _Verdict(NamedTuple):
 # ---- check
 
 _unsolved: list[str] = []  # the exercise that was checked last in this kernel, while it is open
+_right: dict[
+    str, tuple[Any, ...]
+] = {}  # what was right when it was checked last in this kernel, by exercise
 
 
 def check(exercise: str, *answers: Any) -> None:
@@ -144,7 +149,9 @@ def check(exercise: str, *answers: Any) -> None:
     _unsolved.clear()
     if verdict.badge is show.RIGHT:
         progress.record(exercise)
+        _right[exercise] = answers
     else:
+        _right.pop(exercise, None)
         _unsolved.append(exercise)
     plain = f"{verdict.mark} {exercise} {verdict.word}"
     rich = f"{verdict.badge.html(verdict.word)} <b>{exercise}</b>"
@@ -167,6 +174,22 @@ def _verdict(about: Exercise, answers: tuple[Any, ...]) -> _Verdict:
             return not_done._replace(text="; ".join(getattr(error, "__notes__", ())))
         return _Verdict("[x]", show.WRONG, "wrong", reason(error))
     return _Verdict("[v]", show.RIGHT, "right", "; ".join(filter(None, (about.praise, more))))
+
+
+def yours(exercise: str, otherwise: Any) -> Any:
+    """What the learner wrote for an exercise, for cells that go on with it; says which one it is.
+
+    Args:
+        exercise: Its number, "1.2".
+        otherwise: What is used where the exercise has not been checked as right in this kernel.
+    """
+    if exercise in _right:
+        text = f"exercise {exercise}: yours is used"
+        show.say(text, f"<div>{show.sentence(text)}</div>")
+        return _right[exercise][0]
+    text = f"exercise {exercise} is not done in this notebook: labcode's own is used"
+    show.say(text, f"<div>{show.sentence(text)}</div>")
+    return otherwise
 
 
 def due(*values: Any) -> Any:

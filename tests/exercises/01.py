@@ -19,6 +19,98 @@ def exchange(outgoing, incoming, group):
         message.wait()
 
 
+# ---- 1.0 from each rank to the next
+
+
+def passed_on_by_cases(x, rank, p):
+    if rank == 0:
+        dist.send(x, 1)
+    elif rank == p - 1:
+        dist.recv(x, rank - 1)
+    else:
+        dist.recv(x, rank - 1)
+        dist.send(x, rank + 1)
+
+
+def passed_on_with_a_copy(x, rank, p):
+    if rank != 0:
+        arrived = torch.zeros_like(x)
+        dist.recv(arrived, src=rank - 1)
+        x.copy_(arrived)
+    if rank + 1 < p:
+        dist.isend(x, dst=rank + 1).wait()
+
+
+def passed_on_in_a_loop(x, rank, p):
+    for sender in range(p - 1):
+        if rank == sender:
+            dist.send(x, dst=sender + 1)
+        elif rank == sender + 1:
+            dist.recv(x, src=sender)
+
+
+def passed_on_by_the_root(x, rank, p):
+    if rank > 0:
+        dist.recv(x, src=0)
+        return
+    for other in range(1, p):
+        dist.send(x, dst=other)
+
+
+def passed_on_returned(x, rank, p):
+    if rank > 0:
+        x = torch.zeros_like(x)
+        dist.recv(x, src=rank - 1)
+    if rank < p - 1:
+        dist.send(x, dst=rank + 1)
+    return x
+
+
+def passed_on_too_early(x, rank, p):
+    own = x.clone()
+    if rank < p - 1:
+        dist.send(own, dst=rank + 1)
+    if rank > 0:
+        dist.recv(own, src=rank - 1)
+
+
+RECEIVES = "dist.recv(x, src=rank - 1)"
+SENDS_ON = "dist.send(x, dst=rank + 1)"
+
+PASS_ON = Answers(
+    solves="pass_on",
+    right={
+        "in three cases": passed_on_by_cases,
+        "into a tensor of its own": passed_on_with_a_copy,
+        "a loop over the senders": passed_on_in_a_loop,
+    },
+    wrong={
+        "the root sends to all": (passed_on_by_the_root, "from another rank than the one before"),
+        "returned": (passed_on_returned, "receive into x itself"),
+        "sends before it has received": (passed_on_too_early, "x is its own tensor still"),
+        "four ranks for p": (changed("rank < p - 1 => rank < 3"), "on 2 ranks"),
+        "the last one sends, too": (changed("rank < p - 1 => rank < p"), "on 4 ranks"),
+        "rank 0 waits, too": (changed("rank > 0 => rank >= 0"), "on 4 ranks"),
+        "nobody sends": (changed(f"{SENDS_ON} => pass"), "recv"),
+        "dist.broadcast": (
+            changed(
+                f"{RECEIVES} => pass",
+                f"{SENDS_ON} => pass",
+                "if rank > 0: => dist.broadcast(x, src=0)\n    if rank > 0:",
+            ),
+            "broadcast does the work for you",
+        ),
+        "a new tensor": (
+            changed(
+                f"{RECEIVES} => arrived = torch.zeros_like(x)\n        "
+                "dist.recv(arrived, src=rank - 1)"
+            ),
+            "x is its own tensor still",
+        ),
+    },
+)
+
+
 # ---- 1.1 the first half of the ring
 
 
@@ -649,6 +741,7 @@ MENDED = Answers(
 
 
 ANSWERS = {
+    "1.0": PASS_ON,
     "1.1": REDUCE_SCATTER,
     "1.2": WHOLE,
     "1.3": TREE,

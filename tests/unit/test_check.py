@@ -11,7 +11,7 @@ import torch
 
 from labcode.pool.answers import RankError
 from labcode.teach import show
-from labcode.teach.check import Exercise, Hint, check, compare, due, hint, show_source
+from labcode.teach.check import Exercise, Hint, check, compare, due, hint, show_source, yours
 from labcode.teach.exercises import expect
 
 
@@ -32,6 +32,7 @@ def lesson_99(monkeypatch):
         "99.3": Exercise(hints=("only this",)),
     }
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("labcode.teach.check._right", {})
 
 
 @pytest.fixture
@@ -73,6 +74,22 @@ def test_passes(capsys):
     assert said(capsys, lambda: "and on 4 ranks", "99.2") == (
         "[v] 99.2 right: that is 94 %; and on 4 ranks\n"
     )
+
+
+def test_yours_is_what_was_right_when_it_was_checked_last(capsys):
+    def mine():
+        return None
+
+    def wrong():
+        fail("no")
+
+    assert yours("99.1", "ours") == "ours"
+    assert "not done in this notebook" in capsys.readouterr().out
+    said(capsys, mine)
+    assert yours("99.1", "ours") is mine
+    assert capsys.readouterr().out == "exercise 99.1: yours is used\n"
+    said(capsys, wrong)
+    assert yours("99.1", "ours") == "ours"
 
 
 @pytest.mark.parametrize("exercise", ["99.7", "77.7"])  # without a check, and without a module

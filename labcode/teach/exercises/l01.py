@@ -15,6 +15,7 @@ from labcode.pool.ranks import Ranks
 from labcode.teach.check import Exercise
 from labcode.teach.exercises.expect import (
     careless,
+    confirm,
     confirm_in_group,
     diagnose,
     in_groups,
@@ -66,6 +67,50 @@ def _goes_round(
 def _counted(noun: str, numbers: Sequence[int]) -> str:
     """ "chunk 0", "chunks 0, 1 and 2"."""
     return f"{noun}{'s' if len(numbers) > 1 else ''} {listed(numbers)}"
+
+
+# ---- 1.0
+
+PASSED_ON_BY = (4, 2, 5)  # numbers of ranks: an answer for four of them is refused
+Passed = tuple[list[float], Any]
+
+
+def _pass_on(rank: int, answer: Callable[..., Any]) -> Passed:
+    """x afterwards, and what was returned."""
+    x = torch.arange(3.0) + 10 * rank
+    returned = answer(x, rank, dist.get_world_size())
+    return x.tolist(), returned
+
+
+def pass_on(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
+    """The learner's `pass_on(x, rank, p)`, on several numbers of ranks."""
+    for p in PASSED_ON_BY:
+        outcome = run(_pass_on, answer, size=p, case=f"on {p} ranks, ")
+        _is_passed_on(outcome, p)
+    outcome = run(_pass_on, answer)
+    return confirm(ranks, outcome, _pass_on, answer)
+
+
+def _is_passed_on(outcome: Outcome, p: int) -> None:
+    first = [0.0, 1.0, 2.0]
+    for rank, (held, returned) in enumerate(outcome.results):
+        case = f"on {p} ranks, rank {rank}: "
+        own = [number + 10 * rank for number in first]
+        senders = {one.peer for one in outcome.of(rank, "recv")}
+        in_returned = isinstance(returned, Tensor) and returned.tolist() == first
+        mistakes = {
+            **_by_messages(outcome.of(rank), use="send and recv"),
+            "what is returned is rank 0's tensor, but x is not: receive into x itself": (
+                held != first and in_returned
+            ),
+            "x is its own tensor still: receive into x itself, before you send it on": (
+                rank > 0 and held == own
+            ),
+            f"x holds {held} afterwards, and rank 0's tensor was {first}": held != first,
+            "it got the tensor from another rank than the one before it: let each rank send to the "
+            "next": rank > 0 and senders != {rank - 1},
+        }
+        refuse(mistakes, case)
 
 
 # ---- 1.1
@@ -381,6 +426,15 @@ def _is_mean(
 
 
 EXERCISES = {
+    "1.0": Exercise(
+        check=pass_on,
+        praise="each rank receives from the one before it and sends to the next",
+        hints=(
+            "Write down for p = 4 what rank 0, rank 1 and rank 3 do. Which of them receives, and "
+            "which sends?",
+            "A rank can send on only what it has received.",
+        ),
+    ),
     "1.1": Exercise(
         check=reduce_scatter_half,
         praise="every chunk has all contributions, and each rank sent p - 1 chunks, no more",

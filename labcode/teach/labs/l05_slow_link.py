@@ -8,18 +8,17 @@ need; whoever waits for the gradients sleeps until then.
 `schedule` is the same on paper: a step whose pieces all take a given time.
 """
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from labcode.comm.counting import Collective, CollectiveSpy
-from labcode.parallel.data import DataParallel
 from labcode.perf.alpha_beta import Link, time_s
 from labcode.teach.figures.overlap import StepLanes, overlap
 from labcode.teach.figures.style import Picture
@@ -101,6 +100,18 @@ class Step:
         return StepLanes([(0.0, self.backward_s * 1e3)], sent)
 
 
+class Way(NamedTuple):
+    """A model, and what averages its gradients.
+
+    Args:
+        module: It has the gradients.
+        finish: Called after backward; when it returns, every gradient is the mean over the group.
+    """
+
+    module: nn.Module
+    finish: Callable[[], object]
+
+
 class BothWays(NamedTuple):
     """A step over a link, once with all buckets sent after backward, and once with overlap."""
 
@@ -109,28 +120,34 @@ class BothWays(NamedTuple):
 
 
 def fastest_steps(
-    model: DataParallel,
-    loss: Callable[[], torch.Tensor],
+    after: Way,
+    overlapped: Way,
+    loss: Callable[[nn.Module], torch.Tensor],
+    group: dist.ProcessGroup,
     links: Sequence[Link],
     repeats: int = 6,
 ) -> list[BothWays]:
-    """For each link the fastest of some steps without overlap, and with it; every rank calls it.
+    """For each link the fastest of some steps of two ways; every rank of the group calls it.
 
-    The kinds of steps take turns, so that a moment in which the machine is busy hits all alike.
+    The ways take turns, so that a moment in which the machine is busy hits both alike.
 
     Args:
-        model: Its buckets travel over the link.
-        loss: The forward pass; its time does not count.
+        after: It sends when backward has ended.
+        overlapped: It sends during backward.
+        loss: The forward pass of a model; its time does not count.
+        group: Over which the gradients are averaged.
         links: See `SlowLink`.
-        repeats: Number of steps of each kind.
+        repeats: Number of steps of each way.
     """
-    after: list[list[Step]] = [[] for _ in links]
-    overlapped: list[list[Step]] = [[] for _ in links]
-    for _ in range(repeats):
-        for place, link in enumerate(links):
-            after[place].append(_one_step(model, loss, link, False))
-            overlapped[place].append(_one_step(model, loss, link, True))
-    return [BothWays(_fastest(a), _fastest(b)) for a, b in zip(after, overlapped)]
+    found = []
+    for link in links:
+        steps_after = []
+        steps_overlapped = []
+        for _ in range(repeats):
+            steps_after.append(_one_step(after, loss, group, link))
+            steps_overlapped.append(_one_step(overlapped, loss, group, link))
+        found.append(BothWays(_fastest(steps_after), _fastest(steps_overlapped)))
+    return found
 
 
 def _fastest(steps: Sequence[Step]) -> Step:
@@ -138,28 +155,20 @@ def _fastest(steps: Sequence[Step]) -> Step:
 
 
 def _one_step(
-    model: DataParallel, loss: Callable[[], torch.Tensor], link: Link, overlap: bool
+    way: Way, loss: Callable[[nn.Module], torch.Tensor], group: dist.ProcessGroup, link: Link
 ) -> Step:
-    model.zero_grad()
-    value = loss()
-    dist.barrier(model.group)
+    way.module.zero_grad()
+    value = loss(way.module)
+    dist.barrier(group)
     begin_s = time.perf_counter()
     with SlowLink(link) as slow:
-        with _overlapping(model, overlap):
-            value.backward()
+        value.backward()
         backward_s = time.perf_counter() - begin_s
-        model.finish_gradient_sync()
+        way.finish()
     slow.wait()
     total_s = time.perf_counter() - begin_s
     sent = [(start_s - begin_s, stop_s - begin_s) for start_s, stop_s in slow.log]
     return Step(backward_s, total_s, sent)
-
-
-@contextlib.contextmanager
-def _overlapping(model: DataParallel, overlap: bool) -> Iterator[None]:
-    """A backward whose buckets leave at once, or, inside `no_sync`, not before it has ended."""
-    with contextlib.nullcontext() if overlap else model.no_sync():
-        yield
 
 
 # ---- on paper
