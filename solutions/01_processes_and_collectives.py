@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from labcode.comm import ring
-from labcode.lab import Ranks, check, compare, plot, show_source
+from labcode.lab import Ranks, check, compare, plot
 from labcode.units import si
 
 ranks = Ranks(4)
@@ -648,7 +648,7 @@ check("1.3", tree_broadcast, ranks)
 #
 # The model has two unknowns, so two measurements are enough to find them. `call_times` makes a call twenty times on
 # each rank, with a barrier before each. A collective is done when its slowest rank is done. Of the twenty we take the
-# median, because other programs disturb this machine as well. One small call is too short to be timed well, so we make
+# median. One small call is too short to be timed well, so we make
 # 64 of them in a row, and divide.
 
 # %%
@@ -706,14 +706,11 @@ plot.lines(
 # On the left the model is flat, because nearly all the time is latency. On the right the time grows in proportion to
 # the size. Both parts cost the same where 2 (p - 1) α = 2 (p - 1)/p · n/β, which is at **n = p α β**, the dotted line.
 #
-# The measured points scatter, as other programs use the cores as well. Small tensors can lie a good deal above the
-# model: α comes from 64 calls in a row, and each point here is a single call after a barrier, which the ranks do not
+# Small tensors can lie a good deal above the model: α comes from 64 calls in a row, and each point here is a single call after a barrier, which the ranks do not
 # leave all at the same time. In the middle the points can also lie below the model: it was fitted at its two ends, and
 # it does not know that gloo cuts a tensor into pieces and adds up one piece while the next is on its way.
 #
-# If the comparison says "NOT within a factor of 2", other programs were busy while one of the three sizes was measured:
-# run the fit, your prediction and the measurement once more. The model also leaves something out: on this machine four
-# ranks share the cores that copy every byte, while on a cluster each has its own.
+# The model also leaves something out: on this machine four ranks share the cores that copy every byte, while on a cluster each has its own.
 #
 # And your ring? It is a dozen lines of Python, and PyTorch's all-reduce on CPUs is a library in C++.
 #

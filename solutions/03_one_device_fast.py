@@ -24,7 +24,7 @@
 # - define MFU, and compute it for a step of your own and for a published training run;
 # - say why fused attention is faster, and write attention that never holds the table of its scores.
 #
-# **Time**: 133 minutes. Good places for a break are after sections 1 and 2. **Needs**: lesson 02 (sections 1 and 2).
+# **Time**: 143 minutes. Good places for a break are after sections 1 and 2. **Needs**: lesson 02 (sections 1 and 2).
 # Everything runs on one core of a CPU. Where only a GPU can show something, the lesson shows what an H100 measured with
 # the same code.
 
@@ -148,9 +148,7 @@ compare("256 tokens", many_tokens_s, many_tokens.seconds, unit="s", within=1.5)
 
 # %% [markdown]
 # (A product with a single token reads W with another kernel than the sum of two tensors has, and it may reach half of
-# that bandwidth. So the first comparison allows a factor of 2, and the second 1.5. The two numbers of the device were
-# measured some minutes before the layer. If another program keeps the machine busy in the one moment and not in the
-# other, run both cells again.)
+# that bandwidth. So the first comparison allows a factor of 2, and the second 1.5.)
 #
 # The **roofline** is the picture of the rule. The height of a dot is the rate that an operation reaches. On the left
 # the roof is intensity · bandwidth, on the right it is the rate. No operation can lie above the true roof. Ours is
@@ -233,7 +231,7 @@ for dot in dots[1:]:
 # with the rate, and the intensity doubles with the smaller numbers: the number of tokens stays.)
 
 # %% [markdown]
-# ## 2. Your step on the roof, and MFU (core, 35 min)
+# ## 2. Your step on the roof, and MFU (core, 45 min)
 #
 # How much arithmetic is in a whole step? A matrix product of [T, a] and [a, b] takes 2 T a b FLOPs, so a weight costs 2
 # FLOPs for each token in forward. Backward takes twice as many, for the gradient of the input and that of the weight. A
@@ -319,6 +317,41 @@ plot.bars(parts_ms, caption="03.parts_of_a_step")
 # %%
 print(f"MFU of our step: {flops / seconds / speed.flops_per_s:.0%}")
 
+# %% [markdown] tags=["exercise"]
+# ### Exercise 3.2 · FLOPs of a transformer
+#
+# 6 N T leaves out the core of attention, which has no weights: each token's query meets the keys of all s tokens, which
+# gives s scores, and these weigh the values of all s tokens. For long sequences that is a large part. Write two
+# functions.
+#
+# 1. `flops_of_forward` gives two numbers for forward of one sample: the FLOPs of the products with weights, and those in
+#    the core of attention. A layer of width h has four weights of h × h in its attention (for q, k, v and the output),
+#    and an MLP from h to 4h and back. Heads divide h among them, and change no FLOPs. Leave out all that is no product,
+#    and what comes before the first layer and after the last.
+# 2. `mfu_of_run` gives the MFU of a training run from these two, the samples that it trains in a second, and the peak.
+#
+# About 8 lines.
+
+# %% tags=["exercise"]
+def flops_of_forward(num_layers, width, tokens):
+    """FLOPs of a sample's forward: with weights, and in the core of attention."""
+    ### BEGIN SOLUTION
+    weights = 12 * width**2
+    with_weights = num_layers * tokens * 2 * weights
+    scores = 2 * tokens**2 * width
+    in_attention = num_layers * 2 * scores  # as many again with the values
+    return with_weights, in_attention
+    ### END SOLUTION
+
+def mfu_of_run(with_weights, in_attention, samples_per_s, peak_flops_per_s):
+    """Which fraction of the peak a training run uses."""
+    ### BEGIN SOLUTION
+    return 3 * (with_weights + in_attention) * samples_per_s / peak_flops_per_s
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("3.2", flops_of_forward, mfu_of_run)
+
 # %% [markdown]
 # Now a published training run. The HPC centre NERSC has climbed a ladder with a vision transformer that learns to
 # forecast weather, on one A100, with 16 samples in a step. Each bar has all that the bars before it have.
@@ -332,14 +365,11 @@ plot.bars(NERSC_SAMPLES_PER_S, caption="03.nersc_ladder")
 # The second and the third bar are those of lesson 02: they feed the device. Rates do not add up, but seconds do: 13.19
 # samples/s are 16 / 13.19 = 1.21 s for a step, and 53.21 samples/s are 0.30 s.
 #
-# The model has 12 layers with h = 384 features, and a sample has s = 4,050 tokens. The weights of a layer are 12 h²
-# numbers (4 h² of them in attention, 8 h² in the MLP), so its products take 24 h² FLOPs for each token in forward. In
-# the core of attention each token meets all s tokens, in two products of 2 s h FLOPs each. For short sequences that is
-# little; here it is not.
+# The model has 12 layers with h = 384 features, and a sample has s = 4,050 tokens.
 #
 # **Predict.** Which share of the model's FLOPs is in the core of attention? Then compute how many FLOPs a step has
-# (forward and backward), and the MFU of the rung "bfloat16", at its 53.21
-# samples/s. The A100's peak in bfloat16 is 312 TFLOP/s.
+# (forward and backward), and the MFU of the rung "bfloat16", at its 53.21 samples/s. The A100's peak in bfloat16 is
+# 312 TFLOP/s. (Your functions may help.)
 
 # %% tags=["predict"]
 share_of_attention = 4 * 4050 / (24 * 384 + 4 * 4050)
@@ -382,7 +412,8 @@ plot.bars({rung: 100 * mfu for rung, mfu in nersc_mfu.items()}, caption="03.ners
 # larger than the peak explains, look for what else has changed.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* People forget the 3 (forward and backward) or the 16. Ask: what is the MFU of the baseline, and
+# *For the instructor.* In exercise 3.2 people count one of attention's two products, or take the tokens once for its s²
+# pairs. In the prediction they forget the 3 (forward and backward) or the 16. Ask: what is the MFU of the baseline, and
 # is that bad code? (4 %, and half of it is a loader that does not keep up: lesson 02.) Ask also why MFU is fair to
 # compare two layouts of one model, and unfair to compare a model of short sequences with one of long ones. (In the
 # latter a larger part is attention, which reaches less of the peak.)
@@ -402,7 +433,7 @@ plot.bars({rung: 100 * mfu for rung, mfu in nersc_mfu.items()}, caption="03.ners
 # (FlashAttention, Dao et al. 2022) is one kernel. It goes through the keys in blocks that fit into the memory next to
 # the units that compute, keeps running sums there, and never writes the table. It computes as many FLOPs, and moves 4 s
 # d numbers. Its intensity is 4 s² d / (4 s d w) = s / w. (How the softmax of a row can be
-# computed in blocks is exercise 3.2.)
+# computed in blocks is exercise 3.3.)
 #
 # **Predict.** NERSC's heads have d = 48, and s = 4,050. On the H100, where the ridge is 323 for bfloat16 (w = 2): what
 # bounds plain attention, and what fused attention? "arithmetic" or "memory"?
@@ -489,7 +520,7 @@ for kernel in ("plain", "fused"):
 # denominator is exp(-2) + 1 = 1.135. The second block brings m' = 5, so it becomes 1.135 · exp(-2) + 1 = 1.154.
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 3.2 · Attention without the table
+# ### Exercise 3.3 · Attention without the table
 #
 # Write the forward of attention for one head, without a mask. `q` is [n, d], `k` is [s, d] and `v` is [s, e]. The
 # scores are q kᵀ / √d, and the result is [n, e]. Take `block` keys at a time; the last block may be shorter. Neither
@@ -515,7 +546,7 @@ def attention_in_blocks(q, k, v, block):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("3.2", attention_in_blocks)
+check("3.3", attention_in_blocks)
 
 # %% [markdown]
 # FlashAttention is this loop, for a block of queries at a time, written so that a block of q, k, v and scores never
@@ -531,7 +562,7 @@ check("3.2", attention_in_blocks)
 # by arithmetic if the sequence is long. Know which kernel your attention runs in.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* In exercise 3.2 people set only one of the two sums right, or begin the largest score with 0.
+# *For the instructor.* In exercise 3.3 people set only one of the two sums right, or begin the largest score with 0.
 # Ask: at which length is fused attention bound by memory on an H100? (s / 2 < 323: below 646 tokens. Short sequences
 # have small tables anyway.) Ask also why the fused kernel reaches a fifth of the H100's peak here. (4 · 16 · 8 · 4050²
 # · 48 FLOPs forward in 2.1 ms are 190 TFLOP/s. PyTorch's kernel is FlashAttention-2, which was written for the A100 and

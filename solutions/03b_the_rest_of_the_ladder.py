@@ -301,7 +301,7 @@ compare("loop", as_a_loop, counts["loop"], within=1.05, found="counted")
 print("foreach", counts["foreach"], "fused", counts["fused"])
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 3.3 · AdamW on lists
+# ### Exercise 3.4 · AdamW on lists
 #
 # Write the step with `torch._foreach_*`: these take lists of tensors, and do one thing to all of them. As with
 # tensors, a name that ends in an underscore writes into its first argument. You need, for instance:
@@ -332,7 +332,7 @@ def adamw(weights, grads, means, squares, step,
     ### END SOLUTION
 
 # %% tags=["check"]
-check("3.3", adamw)
+check("3.4", adamw)
 
 # %% [markdown]
 # What is it worth? That depends on where it runs. On a GPU a foreach operation is one kernel, or a few, for all
@@ -553,7 +553,7 @@ print("kernels of 20 us, one by one and as a graph:", long_ms, "ms")
 # Beside it stand NERSC's ladder, from the rung where the data are no longer in the way, and that of the H100. Each is
 # relative to its first rung, which is float32 here and tf32 on both GPUs. Lesson 03's larger batch has no bar:
 # the batch stays as it is. And attention calls the same function in all bars: on the GPUs its fast kernel comes with
-# bfloat16 (lesson 03, section 3). Exercise 3.4 lets you choose both.
+# bfloat16 (lesson 03, section 3). Exercise 3.5 lets you choose both.
 
 # %%
 from labcode.teach.labs.l03_step import NERSC_SAMPLES_PER_S, autocast
@@ -614,7 +614,7 @@ plot.bars(ladder, caption="03b.three_devices")
 # The ladder counts samples per second. What you want is a loss.
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 3.4 · The least time
+# ### Exercise 3.5 · The least time
 #
 # A training run has a goal, not a number of steps. Choose the settings with which our GPT reaches 2.9 nats on windows
 # that it does not train on, as soon as possible: `l03_race.Settings(batch, dtype, optimizer, attention)`. The learning
@@ -649,7 +649,7 @@ predicted_speedup = 6.0
 ### END SOLUTION
 
 # %% tags=["check"]
-check("3.4", settings, predicted_speedup)
+check("3.5", settings, predicted_speedup)
 
 # %% [markdown]
 # A batch of 4 has the quickest steps of all, and needs so many more of them that it loses to 8 and 16: its gradients

@@ -100,8 +100,8 @@ print(f"all gradients in one message: {1e3 * large_s:.1f} ms")
 #
 # **Predict** with `link.alpha_s`, `link.beta_bytes_per_s` and `len(sizes)`: how many times as long as a single
 # all-reduce of all gradients does it take to send each gradient in an all-reduce of its own? Begin with what the bytes
-# cost in either case, 1.5 n/β. (The four ranks share the cores of this machine with each other and with other programs,
-# and two measurements of the same thing differ by a third. So an answer within a factor of 1.5 counts as right.)
+# cost in either case, 1.5 n/β. (Two measurements of the same thing differ by a third here, so an answer within a
+# factor of 1.5 counts as right.)
 
 # %% tags=["predict"]
 all_bytes_s = 1.5 * gradient_bytes / link.beta_bytes_per_s

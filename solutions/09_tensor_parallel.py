@@ -16,8 +16,8 @@
 # Data parallelism needs ranks that can hold the whole model. With AdamW a parameter takes 16 bytes, so 7 billion of
 # them take 112 GB, and an H100 has 80. **Tensor parallelism** cuts the inside of every layer. Each rank holds a
 # part of every weight matrix, all ranks of a group work on the same samples at the same time, and they add up their
-# partial results. The forward pass follows from the rules for products of matrices. What is easily wrong are the
-# gradients, so the lesson begins with them.
+# partial results. The forward pass follows from the rules for products of matrices. The gradients
+# are what goes wrong, so the lesson begins with them.
 #
 # ## Goals
 #
@@ -805,8 +805,7 @@ print(f"the summand of rank 0 is {summand:g}, the sum is {total:g}")
 # differently on each rank comes out as `Partial()`, and is summed.
 #
 # `parallelize_module(module, mesh, plan)` turns the weights of a model into DTensors. The plan names a **style** for
-# each layer. A style says how the weight is laid out, and which layouts go in and come out. For linear layers there are
-# two:
+# each layer. A style fixes three layouts: the weight's, the input's and the output's. For linear layers there are two:
 #
 # | style | weight as stored | input | output |
 # |---|---|---|---|

@@ -170,7 +170,7 @@ compare("lse, all three keys", lse_of_both, lse, within=1.02, found="computed")
 # - a row may see no key of the first block, or none of the second, but it always sees a key of one of them. Where it
 #   sees none, the block's output is 0 in this row, and its lse is -inf.
 #
-# (Exercise 3.2 carries such sums through one loop. Here both blocks are finished before they meet.)
+# (Exercise 3.3 carries such sums through one loop. Here both blocks are finished before they meet.)
 
 # %% tags=["exercise"]
 def my_merge(out_a, lse_a, out_b, lse_b):

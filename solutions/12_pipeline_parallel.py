@@ -254,7 +254,7 @@ compare("micro-batches for 6 %", needed, fewest, within=1, found="simulated")
 # - `loss(y, targets[i])` is the loss of one micro-batch. The loss of the step is the mean over all of them.
 # - Gradients are **added** to what stands in the `.grad` of the stage's parameters, as backward does it: the runner may
 #   be called twice before the optimizer steps. Nothing is returned.
-# - `inputs` and `targets` belong to the caller and stay as they are. When B has used what its F has kept, let go of it.
+# - `inputs` and `targets` belong to the caller and stay as they are. Once B has used what its F kept, release it.
 # - A message has to be contiguous in memory; `.contiguous()` copies a tensor only if it is not.
 # - Ranks are counted within the group: use `group=group` with `group_src=` and `group_dst=`.
 #

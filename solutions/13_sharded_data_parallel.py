@@ -562,7 +562,7 @@ print(ranks.run(read_between_steps)[0])
 # - `forward` computes with the whole weight and reshards. A function that is registered with
 #   `y.register_hook(function)` is called in backward with the gradient of y, before backward reaches this layer. Under
 #   `torch.no_grad()` y has no gradient (`y.requires_grad` is False), and then no hook can be registered.
-# - `before_backward` is to be that function. It returns nothing.
+# - Register `before_backward` there. It returns nothing.
 # - `gradient_ready` is called in backward when `weight.grad` is there (lesson 05). It **adds** the average of this
 #   rank's rows to `rows.grad`, as backward adds gradients; the first time `rows.grad` is None. Use one
 #   `dist.reduce_scatter`. It leaves neither a whole gradient nor a whole weight.

@@ -25,7 +25,7 @@
 # - say when sharding is better than tensor parallelism and when it is not;
 # - write a training script with FSDP2 that computes in bfloat16, clips, accumulates, and goes on from its checkpoint.
 #
-# **Time**: 129 minutes, and 20 more for what is optional. A good place for a break is after section 6. **Needs**:
+# **Time**: 139 minutes, and 20 more for what is optional. A good place for a break is after section 6. **Needs**:
 # lessons 13 (sections 1, 3 and 4), 04 (section 7), 05 (sections 1 and 4), 08 (sections 2 and 5) and 09 (section 4).
 
 # %%
@@ -46,7 +46,7 @@ def count(calls, kind):
     return sum(call.kind == kind for call in calls)
 
 # %% [markdown]
-# ## 5. Units, prefetch, and how many tokens hide the messages (core, 40 min)
+# ## 5. Units, prefetch, and how many tokens hide the messages (core, 50 min)
 #
 # Three choices are left, and each trades time for memory.
 #
@@ -141,6 +141,32 @@ for name, options in choices.items():
 # it, on a stream of its own. On a GPU that is early enough as long as Python runs ahead of the GPU. Where it does not,
 # `layer.set_modules_to_forward_prefetch([...])` starts the gathers of the units in the list earlier. In labcode these
 # choices are arguments of `FullyShardedModule`; a training run chooses with `--parallel.zero_stage`.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 13.5 · Units for a model
+#
+# Write what torchtitan does with a model before it trains. `model` has an `embedding`, `layers`, a `norm` and a `head`,
+# which it runs in this order. Each layer is a unit, resharded after forward. Norm and head are one unit, which stays
+# whole until backward has used it. What is left is the unit of the model. All are sharded over `mesh`. About 4 lines.
+#
+# The check runs a step on four ranks, where the mesh has two of them, and looks at what it gathers.
+
+# %% tags=["exercise"]
+from torch.distributed.fsdp import fully_shard
+
+
+def shard(model, mesh):
+    """Make units of a model, in place."""
+    ### BEGIN SOLUTION
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    last = [model.norm, model.head]
+    fully_shard(last, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("13.5", shard, ranks)
 
 # %% [markdown]
 # ### How many tokens hide the messages
@@ -658,7 +684,7 @@ compare("at the end", scatters_at_the_end, at_the_end, within=1, found="counted"
 #     )
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 13.5 · Train, stop, and go on with another number of ranks
+# ### Exercise 13.6 · Train, stop, and go on with another number of ranks
 #
 # Complete `main`. It runs on every rank. `folder` is a `pathlib.Path`, `steps` says how many steps are to be done in
 # all, and `dtype` is the one to compute in. `build_model()` returns a GPT of two blocks, `model.blocks`, in float32.
@@ -743,7 +769,7 @@ def main(folder, steps, dtype):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("13.5", main)
+check("13.6", main)
 
 # %% [markdown]
 # In the folder `runs` beside this notebook, `torchrun --nproc-per-node=2 train_13.py 12 bfloat16` goes on from the
@@ -768,7 +794,7 @@ check("13.5", main)
 # submitted.
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 13.6 · Choose a layout
+# ### Exercise 13.7 · Choose a layout
 #
 # Given a model and a cluster, choose a stage and over how many ranks a copy is divided. `situation` has
 # `num_parameters`, `num_layers`, `nodes`, `ranks_per_node`, `room_bytes` (what a rank can keep), `inside_bytes_per_s`
@@ -824,7 +850,7 @@ def choose(situation):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("13.6", choose)
+check("13.7", choose)
 
 # %% [markdown]
 # Here is how labcode's lab counts, and what it chooses in the nine situations.

@@ -426,7 +426,7 @@ check("14.1", ranks_by_node)
 # `MASTER_ADDR` and `MASTER_PORT`, and nobody sets these two but you.
 #
 # The check lints your script, submits it, waits for its end, and reads its log. This takes 15 to 90
-# seconds: more on a busy machine, or if the ranks do not find each other.
+# seconds, the most if the ranks do not find each other.
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
@@ -822,8 +822,7 @@ plot.lines(
 # %% [markdown]
 # The interface counts a few percent more than the gradients, because packets have headers and the ranks also exchange
 # a few numbers of their own. The time can be less than predicted, where sending hides behind backward, or a little more.
-# Other programs on your machine can only add
-# time, so the fastest step at each bandwidth counts. The dashed lines are the fastest step of the network as it is,
+# The fastest step at each bandwidth counts. The dashed lines are the fastest step of the network as it is,
 # plus the predicted bytes over the bandwidth. Between the groups two steps are left out, because the bandwidth changed
 # during them.
 #

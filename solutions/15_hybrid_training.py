@@ -929,7 +929,7 @@ lab.close()
 # gradient. With micro-batch 2 each has a sixteenth of the bytes, and the same model trains on the same ranks.
 #
 # Each rank that has an error of its own says so in a line (`1B0` is the backward of micro-batch 0 on stage 1). The
-# others have lost their peers, and what they say, if anything, is a consequence. So search the log for the words of
+# others have lost their peers, and their messages, if there are any, are consequences. So search the log for the words of
 # memory, not for the first or the last error. (The twin of a rank that died may be ended before it can speak.) Rank 0
 # hardly notices, as it is on the first stage. `memory_bytes` in the log is rank 0's alone, so it gives no warning.
 #

@@ -695,7 +695,7 @@ print(f"{took_s['checkpointed'] / took_s['plain']:.2f} times as long")
 
 # %% [markdown]
 # The time follows the FLOPs only roughly. Norms, GELU and attention are not among the products that were counted, and
-# they are repeated as well. On a busy machine the ratio is noisy: run the cell again. In FLOPs
+# they are repeated as well. In FLOPs
 # of products 4/3 is the most, and with the early stop it is less. In time it may be more: measure.
 
 # %% [markdown] tags=["exercise"]

@@ -988,7 +988,7 @@ show_source(fp8._Fp8Linear)
 # `fp8.Fp8(recipe).convert(model)` of labcode gives every linear layer but the last one such products. The last one, the
 # head, makes the logits. It is left in higher precision, as is usual: its errors go straight into the loss.
 #
-# We train the same small GPT in five ways, on the same batches (this takes half a minute, and more on a busy machine):
+# We train the same small GPT in five ways, on the same batches (this takes half a minute):
 # in float32, in bfloat16, and in FP8 with delayed, current and block scaling. **Block scaling** gives each 32 numbers a
 # scale of their own, a power of two. The format is called MXFP8. All its numbers are e4m3 here, those of gradients too,
 # as in Transformer Engine unless it is told otherwise.

@@ -953,7 +953,7 @@ check("20.7", layout, memory_gib, limit, lost_share)
 # Does the model of section 3 hold on this machine? Two ranks measure together how fast a large product is and how long
 # all-reduces take. That makes a "cluster" of two. A small model's step is not made of products alone, so we need one
 # more number, the **scale** of this software: measured over predicted, from **one** run on one rank. Then we predict
-# another run, with more samples, on two ranks. The two share this machine with each other and with all other programs,
+# another run, with more samples, on two ranks. The two share the cores of this machine,
 # so that anything within a factor of 2 is as good as it gets.
 
 # %%

@@ -722,7 +722,7 @@ plot.bars(
 # %% [markdown]
 # On a quiet machine the calibrated prediction is within a few tens of percent. Where eight ranks share fewer cores, the
 # miniature is quicker than predicted: a rank that waits in the pipeline's bubble leaves its core to another one, which
-# no GPU does. And on a busy machine all is worse: expect no better than a factor of 2.
+# no GPU does.
 #
 # | | what it can prove | what it cannot |
 # |---|---|---|

@@ -120,7 +120,80 @@ ROOFLINE = Answers(
     },
 )
 
-# ---- 3.2 attention without the table
+# ---- 3.2 FLOPs of a transformer
+
+
+def flops_by_product(num_layers, width, tokens):
+    of_layer = 0
+    for inputs, outputs in [(width, 3 * width), (width, width), (width, 4 * width)]:
+        of_layer += 2 * tokens * inputs * outputs
+    of_layer += 2 * tokens * 4 * width * width
+    core = 2 * tokens * width * tokens + 2 * tokens * tokens * width
+    return num_layers * of_layer, num_layers * core
+
+
+def mfu_by_seconds(with_weights, in_attention, samples_per_s, peak_flops_per_s):
+    step_s = 1 / samples_per_s
+    return (with_weights + in_attention + 2 * (with_weights + in_attention)) / (
+        step_s * peak_flops_per_s
+    )
+
+
+def flops_by_token(num_layers, width, tokens):
+    return [24 * width**2 * tokens * num_layers, 4 * tokens * width * tokens * num_layers]
+
+
+def mfu_plainly(with_weights, in_attention, samples_per_s, peak_flops_per_s):
+    flops_per_s = 3 * (with_weights + in_attention) * samples_per_s
+    return flops_per_s / peak_flops_per_s
+
+
+FLOPS = Answers(
+    solves=("flops_of_forward", "mfu_of_run"),
+    takes_ranks=False,
+    right={
+        "product by product": (flops_by_product, mfu_by_seconds),
+        "token by token": (flops_by_token, mfu_plainly),
+        "mixed": (flops_by_product, mfu_plainly),
+    },
+    wrong={
+        "one product in attention": (
+            changed("num_layers * 2 * scores => num_layers * scores"),
+            "and this is one of them",
+        ),
+        "s, not its square": (changed("2 * tokens**2 * width => 2 * tokens * width"), "s tokens"),
+        "no MLP": (changed("12 * width**2 => 4 * width**2"), "where is the MLP"),
+        "an MLP of one weight": (changed("12 * width**2 => 8 * width**2"), "where is the"),
+        "no additions": (changed("tokens * 2 * weights => tokens * weights"), "the additions?"),
+        "one layer": (changed("num_layers * tokens * 2 => tokens * 2"), "that is one layer"),
+        "one layer of attention": (
+            changed("num_layers * 2 * scores => 2 * scores"),
+            "the attention of one layer",
+        ),
+        "one token": (changed("num_layers * tokens * 2 => num_layers * 2"), "those of one token"),
+        "a step": (
+            changed("num_layers * tokens * 2 => 3 * num_layers * tokens * 2"),
+            "here is forward alone",
+        ),
+        "forward alone": (changed("return 3 * (with => return (with"), "that is forward alone"),
+        "6 N T": (
+            changed("3 * (with_weights + in_attention) => 3 * with_weights"),
+            "arithmetic that the model needs, too",
+        ),
+        "percent": (changed("return 3 * (with => return 300 * (with"), "give a fraction of 1"),
+        "one number": (
+            changed("return with_weights, in_attention => return with_weights + in_attention"),
+            "give two numbers",
+        ),
+        "without return": (
+            changed("return with_weights, in_attention => pass"),
+            "is there a `return`?",
+        ),
+    },
+)
+
+
+# ---- 3.3 attention without the table
 
 
 def in_two_passes(q, k, v, block):
@@ -299,7 +372,7 @@ ATTENTION = Answers(
     },
 )
 
-# ---- 3.3 AdamW
+# ---- 3.4 AdamW
 
 
 @torch.no_grad()
@@ -455,7 +528,7 @@ ADAMW = Answers(
     },
 )
 
-# ---- 3.4 the race, with a clock that always says the same
+# ---- 3.5 the race, with a clock that always says the same
 
 STEPS = {4: None, 8: 22, 16: 20, 32: 28}
 FACTORS = {"bfloat16": 0.66, "float16": 1.17, "fused": 0.89, "foreach": 0.98, "math": 1.0}
@@ -534,4 +607,4 @@ RACE = Answers(
     },
 )
 
-ANSWERS = {"3.1": ROOFLINE, "3.2": ATTENTION, "3.3": ADAMW, "3.4": RACE}
+ANSWERS = {"3.1": ROOFLINE, "3.2": FLOPS, "3.3": ATTENTION, "3.4": ADAMW, "3.5": RACE}

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from answers import Answers, changed, solution_of
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from labcode.parallel.zero.cut import piece_of, rows_of
 from labcode.teach.labs import l13_layouts
@@ -526,7 +527,7 @@ BORROWED = Answers(
 )
 
 
-# ---- 13.6 a layout
+# ---- 13.7 a layout
 
 
 def by_hand(s):
@@ -597,7 +598,7 @@ LAYOUT = Answers(
 )
 
 
-# ---- 13.5 the script: text, as the check reads the source of a function
+# ---- 13.6 the script: text, as the check reads the source of a function
 
 SCRIPT = solution_of("13b", "main")
 
@@ -832,11 +833,115 @@ WRITTEN = Answers(
 )
 
 
+# ---- 13.5 units of FSDP2
+
+
+def shard_backwards(model, mesh):
+    """From the end of the model to its beginning."""
+    fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False)
+    for layer in reversed(model.layers):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+
+
+def shard_by_children(model, mesh):
+    for name, child in model.named_children():
+        if name == "layers":
+            for layer in child:
+                fully_shard(layer, mesh=mesh)
+    fully_shard([model.head, model.norm], mesh=mesh, reshard_after_forward=False)
+    return fully_shard(model, mesh=mesh)
+
+
+def shard_the_embedding_too(model, mesh):
+    """The unit of the model is then empty."""
+    fully_shard(model.embedding, mesh=mesh)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+
+
+def shard_from_outside(model, mesh):
+    fully_shard(model, mesh=mesh)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+
+
+def shard_every_product(model, mesh):
+    for layer in model.layers:
+        fully_shard(layer.up, mesh=mesh)
+        fully_shard(layer.down, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+
+
+OF_LAYERS = "for layer in model.layers:\n        fully_shard(layer, mesh=mesh)"
+OF_LAST = "fully_shard(last, mesh=mesh, reshard_after_forward=False)"
+OF_MODEL = "fully_shard(model, mesh=mesh)"
+
+UNITS = Answers(
+    solves="shard",
+    real=True,
+    right={
+        "from the end": shard_backwards,
+        "by children": shard_by_children,
+        "a unit for the embedding": shard_the_embedding_too,
+    },
+    wrong={
+        "the model first": (shard_from_outside, "begin inside and end with the model"),
+        "the products": (shard_every_product, "a unit is a whole layer"),
+        "without the model": (
+            changed(f"{OF_MODEL} => pass"),
+            "the model was not given to fully_shard",
+        ),
+        "two modules outside of all units": (
+            changed(f"{OF_LAST} => pass", f"{OF_MODEL} => pass"),
+            "the model was not given to fully_shard",
+        ),
+        "nothing": (
+            changed(f"{OF_LAYERS} => pass", f"{OF_LAST} => pass", f"{OF_MODEL} => pass"),
+            "no parameter is sharded",
+        ),
+        "the model alone": (
+            changed(f"{OF_LAYERS} => pass", f"{OF_LAST} => pass"),
+            "the whole model is one unit",
+        ),
+        "the layers as a list": (
+            changed(f"{OF_LAYERS} => fully_shard(list(model.layers), mesh=mesh)"),
+            "the layers are one unit",
+        ),
+        "two units at the end": (
+            changed(
+                f"{OF_LAST} => for module in last:\n"
+                "        fully_shard(module, mesh=mesh, reshard_after_forward=False)"
+            ),
+            "norm and head are two units",
+        ),
+        "no unit at the end": (changed(f"{OF_LAST} => pass"), "in the unit of the model"),
+        "resharded at the end": (
+            changed(", reshard_after_forward=False => "),
+            "gathered again as soon as backward begins",
+        ),
+        "everything kept": (
+            changed(
+                "fully_shard(layer, mesh=mesh) => "
+                "fully_shard(layer, mesh=mesh, reshard_after_forward=False)"
+            ),
+            "each layer is gathered once",
+        ),
+        "without the mesh": (changed(", mesh=mesh => "), "the mesh has 2"),
+    },
+)
+
+
 ANSWERS = {
     "13.1": OWN_ROWS,
     "13.2": OPTIMIZER,
     "13.3": AVERAGE,
     "13.4": BORROWED,
-    "13.5": WRITTEN,
-    "13.6": LAYOUT,
+    "13.5": UNITS,
+    "13.6": WRITTEN,
+    "13.7": LAYOUT,
 }

@@ -128,8 +128,8 @@ def test_a_lesson_is_touched_by_its_code_and_quoted_outputs_and_not_by_its_prose
     "path", ["check.py", "exercises/expect.py", "exercises/simulated/baton.py"]
 )
 def test_what_all_checks_stand_on_touches_the_kept_answers(path):
-    name = "tests/exercises/test_answers.py::test_a_right_answer_passes[3.4 x]"
-    item = SimpleItem(name, "3.4")
+    name = "tests/exercises/test_answers.py::test_a_right_answer_passes[3.5 x]"
+    item = SimpleItem(name, "3.5")
     assert changed.Change({f"labcode/teach/{path}"}).touches(item) == THROUGH
     assert changed.Change({"labcode/teach/progress.py"}).touches(item) == NOT
 

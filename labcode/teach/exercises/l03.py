@@ -11,7 +11,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.adam import adam as adam_of_torch
 from torch.optim.adamw import adamw as adamw_of_torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
+from labcode.config import GPTConfig
+from labcode.models.gpt import GPT
 from labcode.teach.check import Exercise, Hint, due
 from labcode.teach.exercises.expect import Table, diagnose, distance, refuse, tensor
 from labcode.teach.exercises.in_notebook import bounded, without
@@ -117,6 +120,91 @@ def _is_at_the_ridge(answer: Callable[..., Any], device: tuple[Any, ...], truth:
 
 
 # ---- 3.2
+
+MODELS = ((1, 64, 48), (5, 128, 512), (7, 256, 96))  # layers, width, tokens
+PEAK_FLOPS_PER_S = 312e12
+
+
+def transformer_flops(forward: Callable[..., Any], mfu: Callable[..., Any]) -> None:
+    """The learner's `flops_of_forward` and `mfu_of_run`; the truth is counted in a GPT."""
+    for shape in MODELS:
+        _are_forward_flops(forward, shape)
+    with_weights, in_attention = _count_forward(*MODELS[1])
+    found = float(due(mfu(with_weights, in_attention, 50.0, PEAK_FLOPS_PER_S)))
+    of_both = (with_weights + in_attention) * 50.0 / PEAK_FLOPS_PER_S
+    mistakes = {
+        "that is forward alone: backward takes twice as many FLOPs as forward": of_both,
+        "that is backward alone": 2 * of_both,
+        "the core of attention is arithmetic that the model needs, too": (
+            3 * with_weights * 50.0 / PEAK_FLOPS_PER_S
+        ),
+        "that is in percent: give a fraction of 1": 300 * of_both,
+        "it is the other way round: what the model needs, divided by what the device could do": (
+            1 / (3 * of_both)
+        ),
+    }
+    otherwise = f"it is {found:.3g}, expected is {3 * of_both:.3g}"
+    diagnose("mfu_of_run at 50 samples/s: ", found, 3 * of_both, mistakes, otherwise)
+
+
+def _count_forward(num_layers: int, width: int, tokens: int) -> tuple[int, int]:
+    """FLOPs of the blocks of a GPT on the meta device: with weights, and in attention."""
+    config = GPTConfig(
+        vocab_size=16,
+        context_length=tokens,
+        num_layers=num_layers,
+        num_heads=4,
+        hidden_size=width,
+    )
+    with torch.device("meta"):
+        blocks = GPT(config).blocks
+        x = torch.empty(1, tokens, width)
+    with FlopCounterMode(display=False) as counter:
+        for block in blocks:
+            x = block(x)
+    with_weights = 0
+    for operation, flops in counter.get_flop_counts()["Global"].items():
+        if operation in (torch.ops.aten.addmm, torch.ops.aten.mm):
+            with_weights += flops
+    return with_weights, counter.get_total_flops() - with_weights
+
+
+def _are_forward_flops(answer: Callable[..., Any], shape: tuple[int, int, int]) -> None:
+    found = due(answer(*shape))
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise Hint(
+            f"flops_of_forward returned {found!r}: give two numbers, of weights and attention"
+        )
+    num_layers, _, tokens = shape
+    with_weights, in_attention = (float(flops) for flops in _count_forward(*shape))
+    case = f"flops_of_forward{shape}: "
+    of_token = with_weights / tokens
+    mistakes = {
+        "the FLOPs with weights are those of one token: a sample has many": of_token,
+        "these are the multiplications; who counts the additions?": with_weights / 2,
+        "that is one layer": with_weights / num_layers,
+        "that is a step with backward; here is forward alone": 3 * with_weights,
+        "where is the MLP, with its 4 h and back?": with_weights / 3,
+        "where is the attention, with its four weights?": with_weights * 2 / 3,
+        "the MLP has two weights, each of h × 4h": with_weights * 2 / 3,
+    }
+    otherwise = f"with weights it is {found[0]:g}, a GPT of this size counts {with_weights:g}"
+    diagnose(case, float(found[0]), with_weights, mistakes, otherwise)
+    mistakes = {
+        "attention has two products, scores and the sum of values, and this is one of them": (
+            in_attention / 2
+        ),
+        "that is one token's attention: each of the s tokens meets s tokens": (
+            in_attention / tokens
+        ),
+        "these are the multiplications in attention; who counts the additions?": in_attention / 2,
+        "that is the attention of one layer": in_attention / num_layers,
+    }
+    otherwise = f"in attention it is {found[1]:g}, a GPT of this size counts {in_attention:g}"
+    diagnose(case, float(found[1]), in_attention, mistakes, otherwise)
+
+
+# ---- 3.3
 
 
 class Head(NamedTuple):
@@ -341,7 +429,7 @@ def _is_attention(answer: Callable[..., Any], head: Head) -> None:
     diagnose(case, found, blockwise(*arguments), mistakes)
 
 
-# ---- 3.3
+# ---- 3.4
 
 SHAPES = ((3, 4), (5,), (2, 2, 2), (1,))
 LR = 0.02
@@ -502,7 +590,7 @@ def _is_adamw(state: dict[str, list[Tensor]], step: int) -> None:
     diagnose(case, found["weights"], truth["weights"], mistakes, otherwise)
 
 
-# ---- 3.4
+# ---- 3.5
 
 LEAST_SPEEDUP = 3.0
 LEAST_PART = 0.5  # of what can be saved with the same batch
@@ -573,6 +661,15 @@ EXERCISES = {
         ),
     ),
     "3.2": Exercise(
+        check=transformer_flops,
+        praise="products with weights, and attention, which grows with the square of the tokens",
+        hints=(
+            "a product of [T, a] and [a, b] takes 2 T a b FLOPs. Write down every product of a "
+            "layer with its three sizes, those of attention as well",
+            "over all heads together the scores are a product of [s, h] and [h, s]",
+        ),
+    ),
+    "3.3": Exercise(
         check=attention,
         praise="softmax(q k^T / sqrt(d)) v, for scores of 1000 too, a block of them at a time",
         hints=(
@@ -584,7 +681,7 @@ EXERCISES = {
             "new largest",
         ),
     ),
-    "3.3": Exercise(
+    "3.4": Exercise(
         check=adamw,
         praise="the weights of torch.optim.AdamW, with as many calls for 100 tensors as for one",
         hints=(
@@ -594,7 +691,7 @@ EXERCISES = {
             "tensors must stay as they are?",
         ),
     ),
-    "3.4": Exercise(
+    "3.5": Exercise(
         check=race,
         praise="at the target in less than a third of the time, not by the batch alone, and you "
         "knew how much it would be",

@@ -19,7 +19,7 @@ from labcode.parallel.zero.optimizer import ShardedOptimizer, gather_weights
 from labcode.parallel.zero.parameters import Unit
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import Exercise, Hint, due
-from labcode.teach.exercises import l13_script
+from labcode.teach.exercises import l13_fsdp, l13_script
 from labcode.teach.exercises.expect import (
     TOLERANCE,
     careless,
@@ -719,7 +719,7 @@ def _train_like_one(
                 diagnose(f"on rank {rank}: ", results[me][step][number], right, {}, otherwise)
 
 
-# ---- 13.6
+# ---- 13.7
 
 
 def choose(answer: Callable[..., Any]) -> None:
@@ -801,6 +801,15 @@ EXERCISES = {
         ),
     ),
     "13.5": Exercise(
+        check=l13_fsdp.units,
+        praise="a layer is gathered in forward and again in backward, norm and head once",
+        hints=(
+            "A unit takes the parameters of its module that no unit inside it has. What is left "
+            "for the last call?",
+            "Which unit does backward need first, and when did forward use it?",
+        ),
+    ),
+    "13.6": Exercise(
         check=l13_script.script,
         praise="two ranks train like one, one rank goes on from their checkpoint, and in bfloat16 "
         "the weights stay in float32",
@@ -812,7 +821,7 @@ EXERCISES = {
             "`step` come from after dcp.load?",
         ),
     ),
-    "13.6": Exercise(
+    "13.7": Exercise(
         check=choose,
         praise="it fits, nothing that fits sends in less time, and the costs are right",
         hints=(

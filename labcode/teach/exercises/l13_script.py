@@ -6,7 +6,7 @@ What the learner is given:
         """Train up to `steps`, from the checkpoint in `folder` if there is one."""
         ### BEGIN SOLUTION
 
-    check("13.5", main)
+    check("13.6", main)
 '''
 
 import contextlib
