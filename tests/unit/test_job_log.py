@@ -63,6 +63,10 @@ def test_each_kind_says_what_it_means_and_reads_as_a_sentence() -> None:
         ("[default1]:[rank11]: ValueError: x", 11, None, "ValueError: x"),
         ("[default1]:ValueError: x", 1, None, "ValueError: x"),
         ("[1,3]<stderr>:ValueError: x", 3, None, "ValueError: x"),
+        ("[3]<stderr>:ValueError: x", 3, None, "ValueError: x"),
+        ("2026-11-28T10:00:01.884Z: [1,3]<stdout>:ValueError: x", 3, None, "ValueError: x"),
+        ("2026-11-28 10:00:01.043 +08:00 ValueError: x", None, None, "ValueError: x"),
+        ("[2026-11-28 10:00:01] n1:7:9 [0] NCCL WARN bad", None, "n1", "n1:7:9"),
         ("(Worker pid=71, ip=10.0.0.2) ValueError: x", None, "10.0.0.2", "ValueError: x"),
         ("gpu01:700:900 [0] NCCL WARN bad", None, "gpu01", "gpu01:700:900"),
         ("\x1b[31m[rank0]: ValueError: x\x1b[0m", 0, None, "ValueError: x"),
@@ -75,6 +79,24 @@ def test_what_a_launcher_writes_before_a_line_is_read_and_taken_off(
     (line,) = lines.read_lines({"job.out": written})
     assert (line.rank, line.host) == (rank, host)
     assert line.text.startswith(text)
+
+
+def test_a_progress_bar_is_one_line_of_the_file() -> None:
+    written = "step 1\r\nx:  1%\rx:  2%\rValueError: x\nend\n"
+    found = lines.read_lines({"job.out": written})
+    assert [(line.number, line.text) for line in found] == [
+        (1, "step 1"),
+        (2, "x:  1%"),
+        (2, "x:  2%"),
+        (2, "ValueError: x"),
+        (3, "end"),
+    ]
+
+
+def test_hosts_before_the_lines_of_pdsh_are_read() -> None:
+    written = "10.0.0.1: step 1\n10.0.0.2: step 1\n10.0.0.1: step 2\n10.0.0.2: KeyError: 'x'\n"
+    first = story.read({"job.out": written}).first
+    assert first is not None and (first.host, first.what) == ("10.0.0.2", "KeyError: 'x'")
 
 
 def test_the_times_of_loggers_can_be_compared() -> None:

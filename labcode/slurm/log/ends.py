@@ -2,6 +2,11 @@
 
 exitcode  : -9 (pid: 71)                             torchrun, below the rank and its host
 srun: error: n2: task 3: Segmentation fault          srun, whose tasks are ranks
+exits with return code = -9                          deepspeed
+process 3 terminated with signal SIGKILL             torch.multiprocessing.spawn
+
+Source: torch/distributed/elastic and torch/multiprocessing/spawn.py (2.13); SLURM 25.05, srun;
+    deepspeed/launcher/launch.py; lightning/fabric/strategies/launchers/subprocess_script.py.
 """
 
 import re
@@ -11,6 +16,7 @@ from typing import NamedTuple
 
 from labcode.slurm.log.kinds import (
     ABORTED,
+    BUS_ERROR,
     BY_NAME,
     CRASHED,
     EXITED,
@@ -25,12 +31,23 @@ _KILLED = [SHELL_ADDS + number for number in signal.Signals]
 _KINDS = {
     signal.SIGKILL: KILLED,
     signal.SIGABRT: ABORTED,
+    signal.SIGBUS: BUS_ERROR,
     signal.SIGTERM: TERMINATED,
     signal.SIGINT: TERMINATED,
     signal.SIGHUP: TERMINATED,
 }
+_SIGNALS = "|".join(signal.Signals.__members__)
 _FIELD = re.compile(r"^\s*(time|host|rank|exitcode)\s*: (.+)")
-_EARLY = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+# The ends that stand in one line: a launcher's number of a process is its rank on one node.
+_IN_ONE_LINE = (
+    re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: "),
+    # its command is the last that was started, not the one that ended
+    re.compile(r"exits with return code = (?P<code>-?\d+)"),
+    re.compile(rf"[Pp]rocess (?P<rank>\d+) terminated with signal (?P<signal>{_SIGNALS})\b"),
+    re.compile(r"[Pp]rocess (?P<rank>\d+) terminated with exit code (?P<code>\d+)"),
+    re.compile(r"Process (?P<rank>\d+) exit with status code (?P<code>\d+)"),
+    re.compile(r"Child process with PID \d+ terminated with code (?P<code>-?\d+)"),
+)
 _SRUN = re.compile(r"srun: error: (\S+): tasks? (\d+)([\d,-]*): (.+)")
 _WORDS = {  # of srun for the end of a task
     "Killed": signal.SIGKILL,
@@ -87,10 +104,11 @@ class Ends:
             if report[1] == "exitcode":
                 yield from self._reported()
             return
-        early = _EARLY.search(text)
-        if early:
-            code = int(early[1])
-            yield End(_kind(code), code_text(code), None, None)
+        for pattern in _IN_ONE_LINE:
+            found = pattern.search(text)
+            if found:
+                yield _in_one_line(found.groupdict())
+                return
         task = _SRUN.search(text)
         if task and "orced" not in task[4]:
             yield self._of_task(*task.groups())
@@ -121,6 +139,13 @@ class Ends:
         return End(kind, f"{words.lower()} on {node}", rank, node, ranks=ranks)
 
 
+def _in_one_line(named: dict[str, str | None]) -> End:
+    rank = named.get("rank")
+    name = named.get("signal")
+    code = -signal.Signals[name] if name else int(named["code"] or 0)
+    return End(_kind(code), code_text(code), int(rank) if rank else None, None)
+
+
 def _numbers(text: str) -> Iterator[int]:
     """ "0-2,5" is 0, 1, 2 and 5."""
     for part in text.split(","):
@@ -130,9 +155,9 @@ def _numbers(text: str) -> Iterator[int]:
 
 def _kind(code: int) -> Kind:
     """Of an exit code, negative for a signal."""
-    if code >= 0:
-        return BY_NAME[KILLED if code == SHELL_ADDS + signal.SIGKILL else EXITED]
-    return BY_NAME[_KINDS.get(signal.Signals(-code), CRASHED)]
+    if code in _KILLED:
+        code = SHELL_ADDS - code
+    return BY_NAME[EXITED] if code >= 0 else BY_NAME[_KINDS.get(signal.Signals(-code), CRASHED)]
 
 
 def code_text(code: int) -> str:

@@ -6,6 +6,7 @@ says that another one did not come. Last are those that only see that another is
 
 Source: the words are those of SLURM 25.05 (slurmstepd, srun), PyTorch 2.13, NCCL 2.30, CUDA 13 and
     Linux; older forms are from public reports of PyTorch, NCCL, Lightning, Megatron and DeepSpeed.
+    Which Xid is a program's own fault: NVIDIA's k8s-device-plugin 0.20, internal/rm/health.go.
 Held by: tests/unit/test_job_log.py
 """
 
@@ -50,8 +51,11 @@ class Kind:
 GPU_MEMORY = "out of GPU memory"
 HOST_MEMORY = "out of host memory"
 SHARED_MEMORY = "shared memory is too small"
+OPEN_FILES = "too many open files"
+DISK = "no room on the disk"
 KILLED = "killed by SIGKILL"
 CRASHED = "crashed"
+BUS_ERROR = "bus error"
 ABORTED = "aborted"
 TERMINATED = "ended by SIGTERM"
 EXITED = "exited without a reason"
@@ -77,6 +81,7 @@ KINDS: tuple[Kind, ...] = (
             r"Plugin load .*(?:cannot open shared object|No such file)",
             r"NET/Plugin\b.*(?:cannot open shared object|No such file|not find)",
             r"retry(?:ing)? (?:in|after)\b|will retry|couldn't chdir to",
+            r"Failed to send MESSAGE_TASK_EXIT",
             r"^\s*(?:#|\+ |export |echo )",
             r"CUDA kernel errors might be asynchronously|For debugging consider passing CUDA",
             r"Compile with `TORCH_USE_CUDA_DSA`|Device-side assert(?:ion)?s? (?:tracking|were)",
@@ -151,7 +156,27 @@ KINDS: tuple[Kind, ...] = (
         ),
         "a process that loads data is gone; nearly always the machine's memory did not suffice",
         "fewer workers or more memory (--mem); with num_workers=0 the error itself is shown",
-        because=(HOST_MEMORY, SHARED_MEMORY),
+        because=(HOST_MEMORY, SHARED_MEMORY, OPEN_FILES),
+    ),
+    # ---- what a user may have of
+    Kind(
+        "no more threads or processes",
+        (
+            r"pthread_create failed|[Tt]hread creation failed|can't start new thread",
+            r"unable to allocate necessary resources for OMP",
+            r"(?:fork|clone|BlockingIOError)\b.*Resource temporarily unavailable",
+        ),
+        "the user or the container may have no more threads: every rank starts as many as the node "
+        "has cores, for OpenMP and BLAS, and each DataLoader worker does so again",
+        "OMP_NUM_THREADS=1 (and OPENBLAS_NUM_THREADS), fewer workers; `ulimit -u` and the pids.max "
+        "of the job's cgroup tell the limit",
+    ),
+    Kind(
+        OPEN_FILES,
+        (r"[Tt]oo many open files|\[Errno 24\]|items of ancdata",),
+        "the process may open no more files, and each tensor of a DataLoader worker is one",
+        'torch.multiprocessing.set_sharing_strategy("file_system") at the start, or ulimit -n '
+        "65536 in the job; and keep no tensors of the loader in a list",
     ),
     # ---- the GPU
     Kind(
@@ -176,10 +201,21 @@ KINDS: tuple[Kind, ...] = (
         "LOCAL_RANK (SLURM_LOCALID)",
     ),
     Kind(
+        "the fabric manager is not ready",
+        (
+            r"system not yet initialized",
+            r"NVLink SHARP|transport/nvls\.cc\S* NCCL WARN|Fabric Manager or NVSwitches",
+        ),
+        "the GPUs of this node have no NVSwitch: its fabric manager does not run, or was started "
+        "again without the GPUs",
+        "tell the administrators the node: the GPUs have to be reset after the fabric manager; "
+        "without multicast alone (NVLS), NCCL_NVLS_ENABLE=0 goes around it and is slower",
+    ),
+    Kind(
         "a GPU is broken",
         (
             r"uncorrectable (?:ECC|NVLink) error|ECC error|double.bit ECC",
-            r"\bXid\b.*\d",
+            r"\bXid \([^)]*\): (?!(?:13|31|43|45|68|109)\b)\d",
             r"fallen off the bus|GPU is lost",
             r"NVLink.*(?:error|failure)|cudaErrorNvlinkUncorrectable",
         ),
@@ -191,11 +227,20 @@ KINDS: tuple[Kind, ...] = (
         (
             r"illegal memory access|cudaErrorIllegalAddress",
             r"misaligned address|unspecified launch failure|illegal instruction was encountered",
+            r"\bXid \([^)]*\): (?:13|31|43|109)\b",
         ),
         "a kernel of this rank read or wrote memory that is not its own: a custom kernel, an "
         "index, a tensor of another device or one that was freed, rarely the hardware",
         "run once with CUDA_LAUNCH_BLOCKING=1, or under compute-sanitizer; if it is always the "
         "same node, without that node",
+    ),
+    Kind(
+        "the driver and its library differ",
+        (r"[Dd]river/library version mismatch|system has unsupported display driver",),
+        "the driver of this node was upgraded while the old one is still loaded, or a container "
+        "brings a libcuda of its own",
+        "tell the administrators: the node needs a reboot; take another one until then; in a "
+        "container look for libcuda.so in LD_LIBRARY_PATH",
     ),
     Kind(
         "the driver is too old",
@@ -228,13 +273,13 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "the GPU is in use or not ready",
-        (r"busy or unavailable|system not yet initialized|system has unsupported display",),
-        "another process holds the GPU exclusively, or the node's fabric manager does not run",
+        (r"busy or unavailable",),
+        "another process holds the GPU exclusively, or it is being reset",
         "look at nvidia-smi on that node; tell the administrators",
     ),
     # ---- disk, rights, programs
     Kind(
-        "no room on the disk",
+        DISK,
         (
             r"No space left on device|\[Errno 28\]",
             r"[Dd]isk quota exceeded|\[Errno 122\]|quota exceeded",
@@ -299,6 +344,54 @@ KINDS: tuple[Kind, ...] = (
         "in the batch script: module load first, `source .../conda.sh` before `conda activate`, "
         "whole paths; the environment of the login shell is not that of the job",
     ),
+    # ---- ends from outside
+    Kind(
+        "the time limit",
+        (
+            r"CANCELLED AT .* DUE TO TIME LIMIT",
+            r"walltime \S+ exceeded limit|TERM_RUNLIMIT|DUE to job's time limit",
+        ),
+        "SLURM ended the job because its time was over; nothing has to be wrong with it",
+        "more --time, or checkpoints with --signal and --requeue so that the next job resumes; if "
+        "no step was done for long before, the ranks hung",
+        Order.OUTSIDE,
+    ),
+    Kind(
+        "preempted",
+        (r"CANCELLED AT .* DUE TO PREEMPTION|DUE TO PREEMPTION",),
+        "a job with more priority took the nodes",
+        "--requeue and a checkpoint from which it resumes, or a QOS that is not preempted",
+        Order.OUTSIDE,
+    ),
+    Kind(
+        "a node failed",
+        (
+            r"DUE TO NODE FAIL|Node failure on|STEPD TERMINATED|Node \S+ (?:is )?not respond",
+            r"node \S+ (?:went down|is down)",
+        ),
+        "SLURM lost a node of the job: power, kernel or network; the ranks of the others only see "
+        "that theirs are gone",
+        "submit again, with --exclude=NODE if it happens twice; checkpoints save the work",
+        Order.OUTSIDE,
+    ),
+    Kind(
+        "requeued",
+        (r"DUE TO JOB REQUEUE",),
+        "the job was put back into the queue; what stands above it belongs to an earlier attempt",
+        "",
+        Order.OUTSIDE,
+    ),
+    Kind(
+        "cancelled",
+        (
+            r"\*\*\* JOB \S+ ON .*CANCELLED AT",
+            r"\bJOB \d+ CANCELLED\b",
+            r"^KeyboardInterrupt\b|signal: 2\b.*SignalException|SignalException: .* signal: [12]\b",
+        ),
+        "somebody ended the job: scancel, Ctrl-C, or a terminal that was closed",
+        "",
+        Order.OUTSIDE,
+    ),
     # ---- SLURM refuses
     Kind(
         "SLURM does not take the account",
@@ -339,7 +432,7 @@ KINDS: tuple[Kind, ...] = (
         (
             r"(?:sbatch|salloc): (?:error|fatal): ",
             r"srun: fatal: ",
-            r"srun: error: (?!.*(?:tasks? \d|Timed out waiting|Node failure|Terminated))"
+            r"srun: error: (?!.*(?:tasks? \d|Timed out waiting|Terminated))"
             r"(?!.*(?:step_launch|eio_|slurm_receive|Job step (?:\S+ )?aborted))",
         ),
         "SLURM says why in this line",
@@ -429,12 +522,22 @@ KINDS: tuple[Kind, ...] = (
         "an InfiniBand call failed",
         (
             r"ibv_\w+ failed|Call to ibv_\w+ failed",
-            r"NET/IB ?: .*(?:Got (?:async|fatal) .*event|port error|link.*down)",
             r"NET/IB ?: Unable to (?:open|query)",
         ),
         "the InfiniBand card of this node refused: too little memory may be locked (ulimit -l), or "
         "the port is down",
         "ulimit -l unlimited in the job (docker: --ulimit memlock=-1), ibstat on that node",
+    ),
+    Kind(
+        "an InfiniBand card reports an error",
+        (
+            r"NET/IB ?: .*(?:async (?:fatal )?event|fatal .*event|port error|link.*down)",
+            r"detected in ncclIb",
+        ),
+        "the card of this node tells of an error: its port went down, a message "
+        "asked for memory that it may not reach, or its firmware failed",
+        "on that node ibstat, dmesg (mlx5) and ibqueryerrors: a link that goes up and down needs "
+        "another cable; NCCL_IB_HCA should name only cards that reach the other nodes",
     ),
     Kind(
         "a message through the network did not arrive",
@@ -447,54 +550,6 @@ KINDS: tuple[Kind, ...] = (
         "look at the host of the peer in this line, and whether a process there ended before; then "
         "ibstat and the switch; NCCL_IB_TIMEOUT=22 bridges short disturbances",
         Order.WAITED,
-    ),
-    # ---- ends from outside
-    Kind(
-        "the time limit",
-        (
-            r"CANCELLED AT .* DUE TO TIME LIMIT",
-            r"walltime \S+ exceeded limit|TERM_RUNLIMIT|DUE to job's time limit",
-        ),
-        "SLURM ended the job because its time was over; nothing has to be wrong with it",
-        "more --time, or checkpoints with --signal and --requeue so that the next job resumes; if "
-        "no step was done for long before, the ranks hung",
-        Order.OUTSIDE,
-    ),
-    Kind(
-        "preempted",
-        (r"CANCELLED AT .* DUE TO PREEMPTION|DUE TO PREEMPTION",),
-        "a job with more priority took the nodes",
-        "--requeue and a checkpoint from which it resumes, or a QOS that is not preempted",
-        Order.OUTSIDE,
-    ),
-    Kind(
-        "a node failed",
-        (
-            r"DUE TO NODE FAIL|Node failure on|STEPD TERMINATED|Node \S+ (?:is )?not respond",
-            r"node \S+ (?:went down|is down)",
-        ),
-        "SLURM lost a node of the job: power, kernel or network; the ranks of the others only see "
-        "that theirs are gone",
-        "submit again, with --exclude=NODE if it happens twice; checkpoints save the work",
-        Order.OUTSIDE,
-    ),
-    Kind(
-        "requeued",
-        (r"DUE TO JOB REQUEUE",),
-        "the job was put back into the queue; what stands above it belongs to an earlier attempt",
-        "",
-        Order.OUTSIDE,
-    ),
-    Kind(
-        "cancelled",
-        (
-            r"\*\*\* JOB \S+ ON .*CANCELLED AT",
-            r"\bJOB \d+ CANCELLED\b",
-            r"^KeyboardInterrupt\b|signal: 2\b.*SignalException|SignalException: .* signal: [12]\b",
-        ),
-        "somebody ended the job: scancel, Ctrl-C, or a terminal that was closed",
-        "",
-        Order.OUTSIDE,
     ),
     # ---- waiting
     Kind(
@@ -554,6 +609,7 @@ KINDS: tuple[Kind, ...] = (
             r"Socket recv failed|socketProgress|Call to (?:recv|send|connect|read)\b.* failed",
             r"[Pp]roxy Call to rank \d+ failed|Accept failed|[Ss]ocket [Tt]imeout|Stop_waiting",
             r"store->(?:get|set|check)\(.*got error",
+            r"(?:send|recv)\w+ failed on SocketImpl|failed to recv, got \d+ bytes",
             r"^rank \d+: .*(?:has ended|is gone|does not answer|lost)",
             r"\bEOFError\b",
         ),
@@ -573,8 +629,9 @@ KINDS: tuple[Kind, ...] = (
             r"watchdog thread terminated with exception: (?:\[Rank|NCCL)",
             r"(?:CalledProcessError|returned non-zero exit status)(?!.*SIG(?:KILL|SEGV|BUS))",
             r"Terminated\s*$",
+            r"\bXid \([^)]*\): 45\b",
         ),
-        "the launcher ended this process after another one had failed",
+        "the launcher or the driver ended this process after another one had failed",
         "",
         Order.FOLLOWED,
     ),
@@ -589,8 +646,8 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         CRASHED,
         (
-            r"Segmentation fault|SIGSEGV|SIGBUS|SIGILL|SIGFPE",
-            r"\bBus error\b|Illegal instruction|Floating point exception",
+            r"Segmentation fault|SIGSEGV|SIGILL|SIGFPE",
+            r"Illegal instruction|Floating point exception",
             r"double free or corruption|free\(\): invalid|malloc\(\): |corrupted size vs",
             r"Caught signal \d+",
         ),
@@ -600,9 +657,19 @@ KINDS: tuple[Kind, ...] = (
         "this PyTorch",
     ),
     Kind(
+        BUS_ERROR,
+        (r"\bBus error\b|SIGBUS",),
+        "the process touched memory that nothing stands behind: nearly always /dev/shm is full, "
+        "else a mapped file was cut short or lies on a file system that failed",
+        "df -h /dev/shm; docker run --shm-size=8g or --ipc=host, fewer DataLoader workers; then "
+        "look at the files that are mapped",
+        because=(SHARED_MEMORY, DISK),
+    ),
+    Kind(
         NOT_FINITE,
         (
-            r"(?:FloatingPointError|ValueError|RuntimeError|AssertionError)\b.*\b(?:nan|inf)\b",
+            r"(?:FloatingPointError|ValueError|RuntimeError|AssertionError)\b"
+            r".*\b(?:[Nn]a[Nn]|inf)\b",
             r"[Ll]oss (?:is|=|became|:) ?(?:nan|inf|infinite|NaN|non-finite|not finite)\b",
             r"[Nn]on-finite (?:loss|gradient)|not finite",
         ),
@@ -701,8 +768,11 @@ _ANY = _pattern(pattern.pattern for pattern, _ in _SIGNS)  # most lines have non
 
 
 _NUMBER = re.compile(r"\d+")
-# of which the signs speak: codes of errors and signals; all other numbers are alike
-_CODES = frozenset(map(str, (1, 2, 9, 11, 12, 13, 15, 28, 98, 110, 111, 113, 122, 137)))
+# of which the signs speak: codes of errors, signals and Xids; all other numbers are alike
+_ERRNOS = (1, 2, 11, 12, 13, 24, 28, 98, 110, 111, 113, 122)
+_ENDS = (9, 15, 137)
+_XIDS = (13, 31, 43, 45, 68, 109)
+_CODES = frozenset(map(str, _ERRNOS + _ENDS + _XIDS))
 
 
 def kind_of(text: str) -> Kind | None:

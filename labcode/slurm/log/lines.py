@@ -6,9 +6,11 @@ it was written. Both are taken off or read here, once, for all who read logs:
     [rank3]: ValueError: ...                    PyTorch's own hook for exceptions
     [default1]:ValueError: ...                  torchrun --tee: a rank of the node
     3: ValueError: ...                          srun --label: a task
-    [1,3]<stderr>:ValueError: ...               mpirun
+    [1,3]<stderr>:ValueError: ...               mpirun; horovodrun leaves out the job
     (Worker pid=71, ip=10.0.0.2) ValueError     Ray
     gpu01:700:900 [0] NCCL WARN ...             NCCL: host, process, thread, GPU
+    10.0.0.2: ValueError: ...                   pdsh, under DeepSpeed: a host
+    2026-11-28T10:00:01.5Z ValueError: ...      what stores the output, such as Kubernetes: a time
     [rank3]:[E321 02:07:08.408 Process...]      PyTorch's log: month and day, then the time
 
 Source: torch/_utils_internal.py and torch/distributed/elastic/multiprocessing/tail_log.py (2.13);
@@ -30,18 +32,22 @@ NCCL = re.compile(
     r"NCCL (?P<kind>\w+) (?P<text>.*)"
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_DATE = r"\d{4}[-/]\d\d[-/]\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?"
 _PREFIXES = (
+    re.compile(rf"\[{_DATE}\] |{_DATE}(?:Z| ?[+-]\d\d:?\d\d)?:?(?: |$)"),
     re.compile(r"\[(?:rank ?)(?P<rank>\d+)\]:? ?", re.IGNORECASE),
-    re.compile(r"\[\d+,(?P<rank>\d+)\]<std(?:out|err)>: ?"),
+    re.compile(r"\[(?:\d+,)?(?P<rank>\d+)\]<std(?:out|err)>: ?"),
     re.compile(r"\[(?:[A-Za-z_]+)(?P<local>\d+)\]: ?"),
     re.compile(r"\[(?P<rank>\d{1,5})\]:(?: |$)"),
     re.compile(r"\([\w ]*\bpid=\d+(?:, ip=(?P<host>[\w.:-]+))?\) "),
 )
 _IN_TEXT = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\]")
-_LABEL = re.compile(r"\s*(?P<label>\d{1,5}|[A-Za-z][\w.-]*\d[\w.-]*):(?: |$)")
+_LABEL = re.compile(
+    r"\s*(?P<label>\d{1,5}|\d{1,3}(?:\.\d{1,3}){3}|[A-Za-z][\w.-]*\d[\w.-]*):(?: |$)"
+)
 _LEAST_LABELLED = 0.6  # of the lines of a file: then it is what the launcher wrote
 _ISO = re.compile(r"(\d{4})[-/](\d\d)[-/](\d\d)[T _](\d\d):(\d\d):(\d\d(?:[.,]\d+)?)")
-_GLOG = re.compile(r"\[?[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d(?:\.\d+)?)")
+_GLOG = re.compile(r"\b[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d(?:\.\d+)?)")
 _RANK_OF_FILE = re.compile(r"rank[-_ ]?(\d+)|/(\d+)/std(?:out|err)\b|[-_.](\d{1,4})\.\w+$")
 _ELASTIC = re.compile(r"torchelastic|torch[./]distributed[./](?:elastic|run\b|launch)|\btorchrun\b")
 _DAY_S = 86_400.0
@@ -101,19 +107,20 @@ def is_elastic(text: str) -> bool:
 
 
 def _of_file(shown: str, text: str, rank: int | None) -> list[LogLine]:
-    raw = [_COLOUR.sub("", line) for line in text.splitlines()]
-    labels = _labels(raw)
+    raw: list[tuple[int, str]] = []
+    for number, line in enumerate(_COLOUR.sub("", text).split("\n"), start=1):
+        # a progress bar goes back to the start of its line, and an editor counts one
+        raw += [(number, part) for part in line.split("\r") if part.strip()]
+    labels = _labels([line for _, line in raw])
     elastic = is_elastic(text)
     time_s = None
     lines = []
-    for number, line in enumerate(raw, start=1):
-        if not line.strip():
-            continue
+    for number, line in raw:
         own = LogLine(shown, number, line, rank)
         if labels:
             own = _without_label(own, elastic)
+        stamp_s = _time_s(line)
         own = _without_prefixes(own)
-        stamp_s = _time_s(own.text)
         if stamp_s is not None and (time_s is None or stamp_s > time_s):
             time_s = stamp_s
         lines.append(replace(own, time_s=time_s))
@@ -122,10 +129,9 @@ def _of_file(shown: str, text: str, rank: int | None) -> list[LogLine]:
 
 def _labels(raw: list[str]) -> bool:
     """Whether most lines begin with a task's number or a host's name, few different ones."""
-    full = [line for line in raw if line.strip()]
-    found = [match for line in full if (match := _LABEL.match(line))]
+    found = [match for line in raw if (match := _LABEL.match(line))]
     different = {match["label"] for match in found}
-    most = len(found) >= _LEAST_LABELLED * max(1, len(full))
+    most = len(found) >= _LEAST_LABELLED * max(1, len(raw))
     return most and len(found) > 1 and len(different) <= max(1, len(found) // 2)
 
 
@@ -173,7 +179,7 @@ def _time_s(text: str) -> float | None:
     if found:
         month, day, hour, minute, second = found.groups()[1:]
     else:
-        found = _GLOG.match(text)
+        found = _GLOG.search(text)
         if not found:
             return None
         month, day, hour, minute, second = found.groups()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from labcode.slurm.log.ends import Ends
 from labcode.slurm.log.kinds import (
+    BUS_ERROR,
     BY_NAME,
     CRASHED,
     EXCEPTION,
@@ -53,6 +54,7 @@ _ENDS_LIKE = r"(?:Error|Exception|Interrupt|Exit|Empty|Full|Abort|Failure|Diverg
 _RAISED = re.compile(rf"^(?P<name>[A-Za-z_][\w.]*{_ENDS_LIKE}\w*)(?::\s+(?P<text>.*)|:?\s*)$")
 _WARNING = re.compile(r"^\S*Warning\b")
 _REQUEUED = "requeued"
+_BY_SIGNAL = (KILLED, CRASHED, BUS_ERROR)
 _WATCHDOG = re.compile(
     r"\[(?:PG [^\]]*)?Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: "
     r"WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<operation>\w+)"
@@ -66,6 +68,7 @@ _MEMBER = re.compile(r"GLOBAL_RANK: (\d+), MEMBER: \d+/(\d+)")  # as Lightning s
 _HOST = re.compile(r"\bON (\S+)(?: \(\+\d+\))? CANCELLED|(?:Node failure on|IP address:) ([\w.-]+)")
 _FOLDER = re.compile(r"^/\S*/(?=[\w.-]+: )")  # "/opt/env/bin/python: No module named x"
 _OWN_RANK = re.compile(r"^(?:error: )?(?:.*?\b)?rank (\d+)\b")
+_SPEAKER = re.compile(r"^\w+: Rank (\d+): ")  # "AssertionError: Rank 3: found NaN", of Megatron
 _WORLD = re.compile(r"\b(?:nranks|nRanks|world[_ ]size|WORLD_SIZE)\W{1,3}(\d+)")
 
 
@@ -204,7 +207,7 @@ def _first(events: Sequence[Event]) -> Event | None:
     """The event from which the others follow."""
     if not events:
         return None
-    killed_first = [e for e in events if e.is_first and e.kind.name in (KILLED, CRASHED)]
+    killed_first = [e for e in events if e.is_first and e.kind.name in _BY_SIGNAL]
     has_one_file = len({event.line.file for event in events}) == 1
     enders = [e for e in events if e.kind.order in (Order.OUTSIDE, Order.WAITED)]
     ranked = []
@@ -235,7 +238,7 @@ def _order(event: Event, enders: Sequence[Event]) -> Order:
     order = event.kind.order
     if order != Order.CAUSE:
         return order
-    is_kill = event.kind.name in (KILLED, CRASHED) and not event.is_first
+    is_kill = event.kind.name in _BY_SIGNAL and not event.is_first
     for other in enders:
         ends_all = other.kind.order == Order.OUTSIDE
         ends_it = is_kill and other.kind.order == Order.WAITED
@@ -321,13 +324,17 @@ def _shape(text: str) -> str:
 
 
 def _of_last_attempt(events: list[Event]) -> list[Event]:
-    """Without what stands before a requeue, if something stands after it."""
+    """Without what stands before a requeue, if another attempt has failed after it.
+
+    The processes that the requeue itself ended speak after it, too.
+    """
     last: dict[str, int] = {}
     for event in events:
         if event.kind.name == _REQUEUED:
             last[event.line.file] = event.line.number
     later = [event for event in events if event.line.number > last.get(event.line.file, 0)]
-    return later or events
+    begun = any(event.kind.order < Order.ENDED for event in later)
+    return later if begun else events
 
 
 def _with_hosts(events: list[Event]) -> list[Event]:
@@ -435,6 +442,9 @@ class _Reader:
         kind = kind_of(line.text) or fallback
         rank = line.rank
         what = _FOLDER.sub("", line.text.strip())
+        speaker = _SPEAKER.match(what)
+        if rank is None and speaker:
+            rank = int(speaker[1])
         if what.startswith("error: "):
             what = what.removeprefix("error: ")
             named = _OWN_RANK.match(what)
