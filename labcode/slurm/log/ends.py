@@ -4,6 +4,7 @@ exitcode  : -9 (pid: 71)                             torchrun, below the rank an
 srun: error: n2: task 3: Segmentation fault          srun, whose tasks are ranks
 exits with return code = -9                          deepspeed
 process 3 terminated with signal SIGKILL             torch.multiprocessing.spawn
+process rank 3 with PID 71 on node n2 exited on signal 9     mpirun
 
 Source: torch/distributed/elastic and torch/multiprocessing/spawn.py (2.13); SLURM 25.05, srun;
     deepspeed/launcher/launch.py; lightning/fabric/strategies/launchers/subprocess_script.py.
@@ -38,13 +39,20 @@ _KINDS = {
 }
 _SIGNALS = "|".join(signal.Signals.__members__)
 _FIELD = re.compile(r"^\s*(time|host|rank|exitcode)\s*: (.+)")
-# The ends that stand in one line: a launcher's number of a process is its rank on one node.
+# The ends that stand in one line. What spawn and Lightning count is a rank, on one node; `first` is
+# the process that the launcher saw end first.
 _IN_ONE_LINE = (
     re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: "),
     # its command is the last that was started, not the one that ended
     re.compile(r"exits with return code = (?P<code>-?\d+)"),
-    re.compile(rf"[Pp]rocess (?P<rank>\d+) terminated with signal (?P<signal>{_SIGNALS})\b"),
-    re.compile(r"[Pp]rocess (?P<rank>\d+) terminated with exit code (?P<code>\d+)"),
+    re.compile(rf"[Pp]rocess (?P<first>\d+) terminated with signal (?P<signal>{_SIGNALS})\b"),
+    re.compile(r"[Pp]rocess (?P<first>\d+) terminated with exit code (?P<code>\d+)"),
+    re.compile(r"-- Process (?P<first>\d+) terminated with the following error"),
+    re.compile(
+        r"process rank (?P<first>\d+) with PID \d+ on node (?P<host>\S+) "
+        r"exited on signal (?P<number>\d+)"
+    ),
+    re.compile(r"TERMINATED WITH THE EXIT STRING: .*\(signal (?P<number>\d+)\)"),
     re.compile(r"Process (?P<rank>\d+) exit with status code (?P<code>\d+)"),
     re.compile(r"Child process with PID \d+ terminated with code (?P<code>-?\d+)"),
 )
@@ -106,9 +114,9 @@ class Ends:
             return
         for pattern in _IN_ONE_LINE:
             found = pattern.search(text)
-            if found:
+            if found and found.groupdict().get("code") != "0":
                 yield _in_one_line(found.groupdict())
-                return
+                break
         task = _SRUN.search(text)
         if task and "orced" not in task[4]:
             yield self._of_task(*task.groups())
@@ -139,11 +147,16 @@ class Ends:
         return End(kind, f"{words.lower()} on {node}", rank, node, ranks=ranks)
 
 
-def _in_one_line(named: dict[str, str | None]) -> End:
-    rank = named.get("rank")
-    name = named.get("signal")
-    code = -signal.Signals[name] if name else int(named["code"] or 0)
-    return End(_kind(code), code_text(code), int(rank) if rank else None, None)
+def _in_one_line(named: dict[str, str]) -> End:
+    first = named.get("first")
+    rank = first or named.get("rank")
+    code = int(named.get("code") or 1)
+    if named.get("signal"):
+        code = -signal.Signals[named["signal"]]
+    if named.get("number"):
+        code = -int(named["number"])
+    rank = int(rank) if rank else None
+    return End(_kind(code), code_text(code), rank, named.get("host"), first is not None)
 
 
 def _numbers(text: str) -> Iterator[int]:

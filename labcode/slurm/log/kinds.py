@@ -99,6 +99,19 @@ KINDS: tuple[Kind, ...] = (
         "look at that worker's own files (session_latest/logs/worker-*PID*), and at dmesg there",
         Order.ENDED,
     ),
+    # ---- a line that has a reason of its own, whatever else it looks like
+    Kind(
+        "the container did not start",
+        (
+            r"pyxis: (?:couldn't|unable|  +\S)",
+            r"FATAL: +(?:[Cc]ontainer|[Cc]ould not open image|[Ww]hile|[Uu]nable to handle)",
+            r"docker: Error response from daemon",
+        ),
+        "the image, a mount or a hook of the container failed on this node, before the program "
+        "began",
+        "start it there by hand (enroot start, apptainer exec) with the same mounts; if it is one "
+        "node alone, tell the administrators",
+    ),
     # ---- memory
     Kind(
         GPU_MEMORY,
@@ -136,7 +149,7 @@ KINDS: tuple[Kind, ...] = (
             r"OOMKilled|OOM Killed|OOM Killer",
             r"Out of memory: Kill",
             r"srun: error: .*: Out Of Memory",
-            r"[Ee]xceeded (?:\w+ )*memory limit",
+            r"[Ee]xceeded (?:\w+ )*memory limit|TERM_MEMLIMIT",
             r"DefaultCPUAllocator: (?:not enough|can't allocate) memory",
             r"\b_?(?:Array)?MemoryError\b",
             r"^(?!.*ibv_).*Cannot allocate memory|\[Errno 12\]",
@@ -173,7 +186,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         OPEN_FILES,
-        (r"[Tt]oo many open files|\[Errno 24\]|items of ancdata",),
+        (r"[Tt]oo many open files|items of ancdata",),
         "the process may open no more files, and each tensor of a DataLoader worker is one",
         'torch.multiprocessing.set_sharing_strategy("file_system") at the start, or ulimit -n '
         "65536 in the job; and keep no tensors of the loader in a list",
@@ -204,7 +217,7 @@ KINDS: tuple[Kind, ...] = (
         "the fabric manager is not ready",
         (
             r"system not yet initialized",
-            r"NVLink SHARP|transport/nvls\.cc\S* NCCL WARN|Fabric Manager or NVSwitches",
+            r"Failed to \w+ NVLink SHARP|transport/nvls\.cc\S* NCCL WARN|Fabric Manager or NVSwitches",
         ),
         "the GPUs of this node have no NVSwitch: its fabric manager does not run, or was started "
         "again without the GPUs",
@@ -288,6 +301,17 @@ KINDS: tuple[Kind, ...] = (
         "the file system or your quota is full, so that a file could not be written whole",
         "make room (df -h, quota), or write checkpoints elsewhere; the last file may be cut short: "
         "resume from the one before",
+    ),
+    Kind(
+        "the file system failed",
+        (
+            r"Stale file handle|Input/output error|Remote I/O error",
+            r"[Tt]ransport endpoint (?:is not connected|shutdown)",
+        ),
+        "the file server did not answer as it should: it was restarted, another rank replaced the "
+        "file meanwhile, or it is overloaded",
+        "try again; caches and locks that many ranks write (HF_HOME, TRITON_CACHE_DIR) belong on "
+        "the node's own disk, or one rank writes them first",
     ),
     Kind(
         "a file may not be used",
@@ -428,6 +452,14 @@ KINDS: tuple[Kind, ...] = (
         "--exact; from 22.05 on srun takes --cpus-per-task from SRUN_CPUS_PER_TASK",
     ),
     Kind(
+        "srun could not launch the tasks",
+        (r"Task launch for StepId=\S+ failed|Application launch failed|task \d+ launch failed",),
+        "the step was granted, and a node did not start its tasks: its slurmd, or a plugin such as "
+        "PMIx or the container's",
+        "compare with `srun --mpi=none hostname` on the same nodes; tell the administrators the "
+        "node, and take another one with --exclude=NODE",
+    ),
+    Kind(
         "SLURM refused the command",
         (
             r"(?:sbatch|salloc): (?:error|fatal): ",
@@ -514,8 +546,11 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "NCCL finds no network plugin",
-        (r"Failed to initialize (?:any )?NET plugin$|Error: network \S+ not found",),
-        "the network that NCCL_NET names is not there, or is switched off",
+        (
+            r"Failed to initialize (?:any )?NET plugin$|Error: network \S+ not found",
+            r"NCCL WARN NET/OFI .*initialization failed",
+        ),
+        "the network that NCCL_NET names is not there, is switched off, or did not start",
         "unset NCCL_NET, or load the plugin (NCCL_NET_PLUGIN, LD_LIBRARY_PATH)",
     ),
     Kind(
@@ -621,7 +656,7 @@ KINDS: tuple[Kind, ...] = (
         "ended because of the others",
         (
             r"closing signal SIGTERM|forcefully exiting via|Terminating StepId",
-            r"ChildFailedError|SignalException|RendezvousClosedError",
+            r"ChildFailedError|ProcessRaisedException|SignalException|RendezvousClosedError",
             r"Received (?:SIGTERM|signal 15)|got signal: 15|Bypassing SIGTERM|Caught SIGTERM",
             r"killed by signal: (?:Terminated|Aborted)",
             r"Job step aborted|Force Terminated|Timed out waiting for job step",
@@ -687,7 +722,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "the ranks call different collectives",
-        (r"Detected mismatch between collectives on ranks",),
+        (r"Detected mismatch between collectives on ranks|Culprit rank \d+; .*MISMATCH",),
         "two ranks are at different places of the program, or give tensors of other shapes",
         "let every rank make the same calls in the same order",
     ),
@@ -734,7 +769,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "a CUDA call failed",
-        (r"CUDA error: |[Cc]uda failure |CUBLAS_STATUS_\w+|CUDNN_STATUS_\w+|cuDNN error",),
+        (r"CUDA error[: ]|[Cc]uda failure |CUBLAS_STATUS_\w+|CUDNN_STATUS_\w+|cuDNN error",),
         "a call of CUDA on this rank failed",
         "run once with CUDA_LAUNCH_BLOCKING=1: the line that it names may be a later one",
     ),
@@ -769,7 +804,7 @@ _ANY = _pattern(pattern.pattern for pattern, _ in _SIGNS)  # most lines have non
 
 _NUMBER = re.compile(r"\d+")
 # of which the signs speak: codes of errors, signals and Xids; all other numbers are alike
-_ERRNOS = (1, 2, 11, 12, 13, 24, 28, 98, 110, 111, 113, 122)
+_ERRNOS = (1, 2, 11, 12, 13, 28, 98, 110, 111, 113, 122)
 _ENDS = (9, 15, 137)
 _XIDS = (13, 31, 43, 45, 68, 109)
 _CODES = frozenset(map(str, _ERRNOS + _ENDS + _XIDS))

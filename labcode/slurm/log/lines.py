@@ -34,14 +34,14 @@ NCCL = re.compile(
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _DATE = r"\d{4}[-/]\d\d[-/]\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?"
 _PREFIXES = (
-    re.compile(rf"\[{_DATE}\] |{_DATE}(?:Z| ?[+-]\d\d:?\d\d)?:?(?: |$)"),
-    re.compile(r"\[(?:rank ?)(?P<rank>\d+)\]:? ?", re.IGNORECASE),
+    re.compile(rf"(?:\| )?(?:\[{_DATE}\]|{_DATE}(?:Z| ?[+-]\d\d:?\d\d)?:?)(?: \|)?(?: |$)"),
+    re.compile(r"\[rank:? ?(?P<rank>\d+)\]:? ?", re.IGNORECASE),
     re.compile(r"\[(?:\d+,)?(?P<rank>\d+)\]<std(?:out|err)>: ?"),
     re.compile(r"\[(?:[A-Za-z_]+)(?P<local>\d+)\]: ?"),
     re.compile(r"\[(?P<rank>\d{1,5})\]:(?: |$)"),
     re.compile(r"\([\w ]*\bpid=\d+(?:, ip=(?P<host>[\w.:-]+))?\) "),
 )
-_IN_TEXT = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\]")
+_IN_TEXT = re.compile(r"\[(?:(?:PG [^\]]*)?Rank|rank:) (\d+)\]")
 _LABEL = re.compile(
     r"\s*(?P<label>\d{1,5}|\d{1,3}(?:\.\d{1,3}){3}|[A-Za-z][\w.-]*\d[\w.-]*):(?: |$)"
 )

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from labcode.slurm.log.ends import Ends
 from labcode.slurm.log.kinds import (
+    ABORTED,
     BUS_ERROR,
     BY_NAME,
     CRASHED,
@@ -65,10 +66,13 @@ _BARRIER = re.compile(r"Ranks? (?P<ranks>[\d, ]+) failed to pass monitoredBarrie
 _MISSING = re.compile(r"rank (\d+) (?:has not come|does not answer)")
 _PEER = re.compile(r"(?:peer|from|to|by)(?: remote peer| peer)? \[?([\w.-]+(?::[\w:]*)?)\]?[:<]\d+")
 _MEMBER = re.compile(r"GLOBAL_RANK: (\d+), MEMBER: \d+/(\d+)")  # as Lightning says it
-_HOST = re.compile(r"\bON (\S+)(?: \(\+\d+\))? CANCELLED|(?:Node failure on|IP address:) ([\w.-]+)")
+_HOST = re.compile(
+    r"\bON (\S+)(?: \(\+\d+\))? CANCELLED|(?:Node failure on|failed on node|IP address:) ([\w.-]+)"
+)
 _FOLDER = re.compile(r"^/\S*/(?=[\w.-]+: )")  # "/opt/env/bin/python: No module named x"
 _OWN_RANK = re.compile(r"^(?:error: )?(?:.*?\b)?rank (\d+)\b")
-_SPEAKER = re.compile(r"^\w+: Rank (\d+): ")  # "AssertionError: Rank 3: found NaN", of Megatron
+# "AssertionError: Rank 3: found NaN", of Megatron; the reader of PyTorch's flight recorder
+_SPEAKER = re.compile(r"^\w+: Rank (?P<rank>\d+): |Culprit rank (?P<culprit>\d+);")
 _WORLD = re.compile(r"\b(?:nranks|nRanks|world[_ ]size|WORLD_SIZE)\W{1,3}(\d+)")
 
 
@@ -442,9 +446,9 @@ class _Reader:
         kind = kind_of(line.text) or fallback
         rank = line.rank
         what = _FOLDER.sub("", line.text.strip())
-        speaker = _SPEAKER.match(what)
+        speaker = _SPEAKER.search(what)
         if rank is None and speaker:
-            rank = int(speaker[1])
+            rank = int(speaker["rank"] or speaker["culprit"])
         if what.startswith("error: "):
             what = what.removeprefix("error: ")
             named = _OWN_RANK.match(what)
@@ -505,7 +509,8 @@ def _with_who_waited(
         return replace(event, rank=missing[0], host=None)
     standings = _standings(lines, ranks)
     if not standings:
-        spoke = {one.rank for one in events if one.kind.name in (TIME_OUT, PEER_GONE)}
+        # one that was aborted has waited, too: its own watchdog does that
+        spoke = {one.rank for one in events if one.kind.name in (TIME_OUT, PEER_GONE, ABORTED)}
         silent = [rank for rank in ranks if rank not in spoke]
         if len(silent) != 1:
             return replace(event, rank=None, host=None)
