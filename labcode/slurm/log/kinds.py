@@ -217,7 +217,8 @@ KINDS: tuple[Kind, ...] = (
         "the fabric manager is not ready",
         (
             r"system not yet initialized",
-            r"Failed to \w+ NVLink SHARP|transport/nvls\.cc\S* NCCL WARN|Fabric Manager or NVSwitches",
+            r"Failed to \w+ NVLink SHARP|error in the Fabric Manager or NVSwitches",
+            r"transport/nvls\.cc\S* NCCL WARN",
         ),
         "the GPUs of this node have no NVSwitch: its fabric manager does not run, or was started "
         "again without the GPUs",
