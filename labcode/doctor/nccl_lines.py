@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from labcode.slurm.log.lines import NCCL
 
-_VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)(?:\+cuda([\d.]+))?")
+_VERSION = re.compile(r"[NR]CCL version (\d+\.\d+(?:\.\d+)?)(?:\+cuda([\d.]+))?")
 _JOINED = re.compile(r"comm 0x\w+ rank (?P<rank>\d+) n[rR]anks (?P<size>\d+)")
 _GPU = re.compile(r"\bcudaDev (\d+)")
 _BUS_ID = re.compile(r"\bbusId (\w+)")

@@ -9,7 +9,7 @@ Source: the transports' names are in NCCL's src/transport/p2p.cc, shm.cc and net
 Held by: tests/unit/test_nccl_story.py
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from labcode.doctor.nccl_graph import Communicator, NcclLog
 from labcode.slurm.variables import Where, judge
@@ -36,9 +36,10 @@ def tell(log: NcclLog) -> list[str]:
     if log.cuda:
         version += f" for CUDA {log.cuda}"
     if not log.communicators:
-        return [f"{version}: no communicator was made"]
+        named = [one.host for one in log.interfaces] + [*log.networks, *log.nics]
+        return [f"{version}: no communicator was made", *_hosts(log, {host: [] for host in named})]
     comm = log.main
-    lines = [f"{version}: {_counts(comm)}", *_hosts(log, comm)]
+    lines = [f"{version}: {_counts(comm)}", *_hosts(log, comm.hosts)]
     if len(log.communicators) > 1:
         sizes = sorted((one.size for one in log.communicators), reverse=True)
         many = len(log.communicators)
@@ -58,20 +59,22 @@ def _counts(comm: Communicator) -> str:
     return f"{ranks} on 1 host" if hosts == 1 else f"{ranks} on {hosts} hosts"
 
 
-def _hosts(log: NcclLog, comm: Communicator) -> list[str]:
+def _hosts(log: NcclLog, ranks_of: Mapping[str, list[int]]) -> list[str]:
+    """One line for each host, of whose ranks nothing may be known."""
     lines = []
-    for host, ranks in comm.hosts.items():
-        parts = [f"{IN}{host}: {ranks_text(ranks)}"]
+    for host, ranks in ranks_of.items():
         own = [one for one in log.interfaces if one.host == host]
         chosen = dict.fromkeys(f"{one.name} {one.address}" for one in own)
+        who = [ranks_text(ranks)] if ranks else []
         if chosen:
-            parts.append(f"by {', '.join(chosen)}")
+            who.append(f"by {', '.join(chosen)}")
+        parts = [", ".join(who)] if who else []
         if host in log.networks:
             parts.append(f"network {log.networks[host]}")
         if log.nics.get(host):
             cards = ", ".join(f"{name} ({kind})" for name, kind in log.nics[host])
             parts.append(f"cards {cards}")
-        lines.append("; ".join(parts).replace("; by ", ", by ", 1))
+        lines.append(f"{IN}{host}: {'; '.join(parts)}")
     if len(lines) > MOST_HOSTS:
         lines[MOST_HOSTS:] = [f"{IN}and {len(lines) - MOST_HOSTS} more hosts"]
     different = set(log.networks.values())

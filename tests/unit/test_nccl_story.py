@@ -45,6 +45,24 @@ def test_hosts_links_and_transports_are_said() -> None:
     )
 
 
+def test_hosts_are_said_before_a_communicator_exists() -> None:
+    text = told(
+        "gpu02: gpu02:70:90 [4] NCCL INFO NET/IB : Using [0]mlx5_5:1/IB/SHARP [RO]; "
+        "OOB eth0:10.0.0.2<0>\n"
+        "gpu01: gpu01:71:91 [1] NCCL INFO Using network IBext\n"
+    )
+    assert text == (
+        "NCCL of an unknown version: no communicator was made\n"
+        "    gpu02: by eth0 10.0.0.2; cards mlx5_5 (IB)\n"
+        "    gpu01: network IBext"
+    )
+
+
+def test_the_library_of_amd_is_read_as_well() -> None:
+    text = told("RCCL version 2.17.1+hip5.7 HEAD:cbbb3d8+\n" + lines_of(0, "NET/Socket/1"))
+    assert text.startswith("NCCL 2.17.1: 4 ranks on 1 host\n")
+
+
 def test_slow_ways_are_named() -> None:
     text = told("".join(lines_of(rank, "NET/Socket/0", "SHM/direct") for rank in range(4)))
     assert "over SHM (through the memory of the host, slower than P2P)" in text

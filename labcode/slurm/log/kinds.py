@@ -566,10 +566,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "an InfiniBand card reports an error",
-        (
-            r"NET/IB ?: .*(?:async (?:fatal )?event|fatal .*event|port error|link.*down)",
-            r"detected in ncclIb",
-        ),
+        (r"NET/IB ?: .*(?:async (?:fatal )?event|fatal .*event|port error|link.*down)",),
         "the card of this node tells of an error: its port went down, a message "
         "asked for memory that it may not reach, or its firmware failed",
         "on that node ibstat, dmesg (mlx5) and ibqueryerrors: a link that goes up and down needs "
