@@ -16,6 +16,7 @@ from pathlib import Path
 
 from labcode.arguments import Parser
 from labcode.doctor import nccl_log, nccl_story
+from labcode.files import print_out
 from labcode.slurm.log import story, tell
 
 HELP = {
@@ -44,7 +45,7 @@ def main(command: str, arguments: Sequence[str]) -> int:
     found = story.read(files)
     if command == "job" or found.first is not None:
         told += tell.tell(found)
-    print("\n".join(told))
+    print_out("\n".join(told))
     return 1 if found.first is not None else 0
 
 

@@ -369,6 +369,13 @@ KINDS: tuple[Kind, ...] = (
         "in the batch script: module load first, `source .../conda.sh` before `conda activate`, "
         "whole paths; the environment of the login shell is not that of the job",
     ),
+    Kind(
+        "wrong options",
+        (r"^\S+\.py: error: |error: unrecognized arguments|Override '.*' not found",),
+        "the program does not take the options that it was given",
+        "compare them with its --help; torch.distributed.launch adds --local-rank, from PyTorch "
+        "2.0 on with a dash: start with torchrun, and read LOCAL_RANK from the environment",
+    ),
     # ---- ends from outside
     Kind(
         "the time limit",
@@ -504,6 +511,7 @@ KINDS: tuple[Kind, ...] = (
         (
             r"No route to host|Network is unreachable|EHOSTUNREACH",
             r"failed : Software caused connection abort",
+            r"[Cc]onnect to (?:127|169\.254)\.",
         ),
         "the packets of this node do not arrive there: another network, a firewall, an interface "
         "that leads nowhere",
@@ -656,7 +664,7 @@ KINDS: tuple[Kind, ...] = (
             r"closing signal SIGTERM|forcefully exiting via|Terminating StepId",
             r"ChildFailedError|ProcessRaisedException|SignalException|RendezvousClosedError",
             r"Received (?:SIGTERM|signal 15)|got signal: 15|Bypassing SIGTERM|Caught SIGTERM",
-            r"killed by signal: (?:Terminated|Aborted)",
+            r"killed by signal: Terminated",
             r"Job step aborted|Force Terminated|Timed out waiting for job step",
             r"entire process down|Some NCCL operations have failed or timed out",
             r"watchdog thread terminated with exception: (?:\[Rank|NCCL)",
@@ -738,7 +746,10 @@ KINDS: tuple[Kind, ...] = (
     # ---- set by the reader: ends of processes, exceptions without a kind of their own
     Kind(
         ABORTED,
-        (r"Aborted\s*(?:\(core dumped\))?$", r"terminate called after throwing"),
+        (
+            r"Aborted\s*(?:\(core dumped\))?$|killed by signal: Aborted",
+            r"terminate called after throwing",
+        ),
         "the process ended itself (SIGABRT): an error in C++ code, which stands above, or "
         "PyTorch's watchdog",
         "read the lines above it",
@@ -801,11 +812,12 @@ _ANY = _pattern(pattern.pattern for pattern, _ in _SIGNS)  # most lines have non
 
 
 _NUMBER = re.compile(r"\d+")
-# of which the signs speak: codes of errors, signals and Xids; all other numbers are alike
+# the numbers of which the signs speak; all others are alike
 _ERRNOS = (1, 2, 11, 12, 13, 28, 98, 110, 111, 113, 122)
 _ENDS = (9, 15, 137)
 _XIDS = (13, 31, 43, 45, 68, 109)
-_CODES = frozenset(map(str, _ERRNOS + _ENDS + _XIDS))
+_OF_ONE_MACHINE = (127, 169, 254)  # addresses that lead to no other
+_CODES = frozenset(map(str, _ERRNOS + _ENDS + _XIDS + _OF_ONE_MACHINE))
 
 
 def kind_of(text: str) -> Kind | None:

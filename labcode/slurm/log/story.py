@@ -47,6 +47,7 @@ MOST_MISSING = 4
 SAYS_NOTHING = ("says nothing of it", "say nothing of it", "")
 
 _TRACEBACK = "Traceback (most recent call last)"
+_ORIGINAL = "Original Traceback"  # of a DataLoader's worker, below the error that tells of it
 _CHAINED = re.compile(r"^(During handling of the above|The above exception was the direct cause)")
 _FRAME = re.compile(r'^\s+File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
 _NO_STEP = re.compile(r"^(?:\s|frame #|.* NCCL INFO )")
@@ -61,7 +62,7 @@ _WATCHDOG = re.compile(
     r"WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<operation>\w+)"
     r"(?:, NumelIn=(?P<size>\d+))?.*?ran for (?P<ran_ms>\d+) milliseconds"
 )
-_ENQUEUED = re.compile(r"Rank (?P<rank>\d+)\].*last enqueued (?:NCCL )?work: (?P<number>\d+)")
+_ENQUEUED = re.compile(r"Rank (?P<rank>\d+)\].*[Ll]ast enqueued (?:NCCL )?work: (?P<number>\d+)")
 _BARRIER = re.compile(r"Ranks? (?P<ranks>[\d, ]+) failed to pass monitoredBarrier")
 _MISSING = re.compile(r"rank (\d+) (?:has not come|does not answer)")
 _PEER = re.compile(r"(?:peer|from|to|by)(?: remote peer| peer)? \[?([\w.-]+(?::[\w:]*)?)\]?[:<]\d+")
@@ -375,8 +376,9 @@ class _Reader:
         self._lines = lines
         self._events: list[Event] = []
         self._last: dict[Source, Event] = {}
-        self._traces: dict[tuple[str, int | None], _Trace] = {}
-        self._chained: dict[tuple[str, int | None], Event] = {}
+        self._traces: dict[Source, _Trace] = {}
+        self._chained: dict[Source, Event] = {}
+        self._wrappers: dict[Source, Event] = {}
         self._ends: dict[str, Ends] = {}
         self._is_elastic = any(is_elastic(line.text) for line in lines)
 
@@ -411,6 +413,8 @@ class _Reader:
         source = line.source
         if _TRACEBACK in line.text:
             self._traces[source] = _Trace()
+            if line.text.startswith(_ORIGINAL) and source in self._last:
+                self._wrappers[source] = self._last[source]
             return True
         if _CHAINED.match(line.text):
             if source in self._last:
@@ -434,6 +438,9 @@ class _Reader:
         del self._traces[source]
         event = self._event(line, BY_NAME[EXCEPTION])
         event = replace(event, place=trace.place or trace.library_place)
+        wrapper = self._wrappers.pop(source, None)
+        if wrapper in self._events:
+            self._events.remove(wrapper)
         before = self._chained.pop(source, None)
         says_more = event.kind.name != EXCEPTION and before and before.kind.name == EXCEPTION
         if before is None or says_more:
