@@ -70,6 +70,7 @@ def test_each_kind_says_what_it_means_and_reads_as_a_sentence() -> None:
         ("(Worker pid=71, ip=10.0.0.2) ValueError: x", None, "10.0.0.2", "ValueError: x"),
         ("gpu01:700:900 [0] NCCL WARN bad", None, "gpu01", "gpu01:700:900"),
         ("\x1b[31m[rank0]: ValueError: x\x1b[0m", 0, None, "ValueError: x"),
+        ("\x1b[?25l\x1b[2K[rank0]: ValueError: x\x1b[?25h", 0, None, "ValueError: x"),
         ("[80746] nothing of a launcher", None, None, "[80746]"),
     ],
 )

@@ -65,6 +65,8 @@ OWN_ERROR = "error"
 IMPORT = "import failed"
 STEP_CANCELLED = "the step was cancelled"
 PEER_GONE = "another rank is gone"
+ENDED_WITH = "ended because of the others"
+NOT_MET = "the ranks did not all meet"
 SAME_RANK = "the same rank was started twice"
 NOT_FINITE = "the loss is not finite"
 NCCL_FAILED = "NCCL failed"
@@ -520,7 +522,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         SAME_RANK,
-        (r"rank \d+ of \d+ ranks has already checked in",),
+        (r"rank \d+ of \d+ ranks has already checked in|have assigned same rank",),
         "two processes have the same rank and others are missing, so that all wait: the program "
         "counts other processes than those that were started",
         "with srun one task for each GPU (--ntasks-per-node = devices, the same --nodes as the "
@@ -622,7 +624,7 @@ KINDS: tuple[Kind, ...] = (
         Order.WAITED,
     ),
     Kind(
-        "the ranks did not all meet",
+        NOT_MET,
         (
             r"RendezvousTimeoutError|RendezvousConnectionError",
             r"client socket has timed out|connect\(\) timed out|wait timeout after \d+",
@@ -659,7 +661,7 @@ KINDS: tuple[Kind, ...] = (
         Order.FOLLOWED,
     ),
     Kind(
-        "ended because of the others",
+        ENDED_WITH,
         (
             r"closing signal SIGTERM|forcefully exiting via|Terminating StepId",
             r"ChildFailedError|ProcessRaisedException|SignalException|RendezvousClosedError",

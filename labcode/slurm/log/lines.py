@@ -31,7 +31,8 @@ NCCL = re.compile(
     r"(?:\S+:\d+ )?"
     r"NCCL (?P<kind>\w+) (?P<text>.*)"
 )
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# of a terminal, ECMA-48, 5.4: colours, and what moves or hides the cursor of a progress bar
+_COLOUR = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _DATE = r"\d{4}[-/]\d\d[-/]\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?"
 _PREFIXES = (
     re.compile(rf"(?:\| )?(?:\[{_DATE}\]|{_DATE}(?:Z| ?[+-]\d\d:?\d\d)?:?)(?: \|)?(?: |$)"),

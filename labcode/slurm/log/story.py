@@ -23,9 +23,12 @@ from labcode.slurm.log.kinds import (
     BUS_ERROR,
     BY_NAME,
     CRASHED,
+    ENDED_WITH,
     EXCEPTION,
     KILLED,
+    NCCL_FAILED,
     NOT_FINITE,
+    NOT_MET,
     PEER_GONE,
     SAME_RANK,
     STEP_CANCELLED,
@@ -67,6 +70,7 @@ _BARRIER = re.compile(r"Ranks? (?P<ranks>[\d, ]+) failed to pass monitoredBarrie
 _MISSING = re.compile(r"rank (\d+) (?:has not come|does not answer)")
 _PEER = re.compile(r"(?:peer|from|to|by)(?: remote peer| peer)? \[?([\w.-]+(?::[\w:]*)?)\]?[:<]\d+")
 _MEMBER = re.compile(r"GLOBAL_RANK: (\d+), MEMBER: \d+/(\d+)")  # as Lightning says it
+_ALL_THERE = "All distributed processes registered"
 _HOST = re.compile(
     r"\bON (\S+)(?: \(\+\d+\))? CANCELLED|(?:Node failure on|failed on node|IP address:) ([\w.-]+)"
 )
@@ -386,7 +390,7 @@ class _Reader:
         """All that lines tell of failures."""
         for line in self._lines:
             self._take(line)
-        self._events += _same_ranks(self._lines)
+        self._events += _roll_call(self._lines)
         return self._events
 
     def _take(self, line: LogLine) -> None:
@@ -398,7 +402,7 @@ class _Reader:
             if rank is None and line.rank is not None and not self._is_elastic:
                 rank = line.rank
             event = Event(end.kind, known, end.what, rank, end.host, "", end.is_first, end.ranks)
-            self._add(event)
+            self._keep(event)
         if told or self._is_of_traceback(line):
             return
         if _RAISED.match(line.text) and not _WARNING.match(line.text):
@@ -471,22 +475,25 @@ class _Reader:
         )
 
     def _add(self, event: Event) -> None:
-        if self._events:
-            last = self._events[-1]
+        """Keep what a process says; it may be the reason of the line before."""
+        last = self._events[-1] if self._events else None
+        if last is not None and last.kind.name == NCCL_FAILED and event.kind.name != ENDED_WITH:
             is_near = event.line.number - last.line.number <= REASON_WITHIN
-            if (
-                last.kind.name == "NCCL failed"
-                and last.line.source == event.line.source
-                and is_near
-            ):
+            if is_near and last.line.source == event.line.source:
                 self._events.pop()
                 event = replace(event, place=event.place or last.place)
+        self._keep(event)
+
+    def _keep(self, event: Event) -> None:
         self._events.append(event)
         self._last[event.line.source] = event
 
 
-def _same_ranks(lines: Iterable[LogLine]) -> list[Event]:
-    """Ranks that Lightning or NeMo has started twice, while others are missing."""
+def _roll_call(lines: Iterable[LogLine]) -> list[Event]:
+    """Ranks that Lightning or NeMo waits for, and those that were started twice in their place.
+
+    Rank 0 says when all are there; a file without it cannot tell who is missing.
+    """
     said: dict[int, list[LogLine]] = {}
     world_size = 0
     for line in lines:
@@ -494,11 +501,18 @@ def _same_ranks(lines: Iterable[LogLine]) -> list[Event]:
         if found:
             said.setdefault(int(found[1]), []).append(line)
             world_size = int(found[2])
+        elif _ALL_THERE in line.text:
+            return []
+    missing = sorted(set(range(world_size)) - set(said))
     twice = [rank for rank, of_rank in said.items() if len(of_rank) > 1]
-    if not twice or len(said) >= world_size:
-        return []
-    what = f"of {world_size} ranks {len(said)} were started, and {ranks_text(twice)} twice or more"
-    return [Event(BY_NAME[SAME_RANK], said[twice[0]][1], what)]
+    if twice and missing:
+        what = f"of {world_size} ranks {len(said)} were started, and {ranks_text(twice)} twice"
+        return [Event(BY_NAME[SAME_RANK], said[twice[0]][1], f"{what} or more")]
+    if missing and 0 in said:
+        what = f"{len(said)} of {world_size} ranks came; {ranks_text(missing)} did not"
+        last = max(said, key=lambda rank: said[rank][-1].number)
+        return [Event(BY_NAME[NOT_MET], said[last][-1], what)]
+    return []
 
 
 # ---- who waited for whom
