@@ -173,7 +173,7 @@ KINDS: tuple[Kind, ...] = (
         "fewer workers or more memory (--mem); with num_workers=0 the error itself is shown",
         because=(HOST_MEMORY, SHARED_MEMORY, OPEN_FILES),
     ),
-    # ---- what a user may have of
+    # ---- limits of a user
     Kind(
         "no more threads or processes",
         (
@@ -243,7 +243,7 @@ KINDS: tuple[Kind, ...] = (
         (
             r"illegal memory access|cudaErrorIllegalAddress",
             r"misaligned address|unspecified launch failure|illegal instruction was encountered",
-            r"\bXid \([^)]*\): (?:13|31|43|109)\b",
+            r"\bXid \([^)]*\): (?:13|31|43)\b",
         ),
         "a kernel of this rank read or wrote memory that is not its own: a custom kernel, an "
         "index, a tensor of another device or one that was freed, rarely the hardware",
@@ -513,7 +513,7 @@ KINDS: tuple[Kind, ...] = (
         (
             r"No route to host|Network is unreachable|EHOSTUNREACH",
             r"failed : Software caused connection abort",
-            r"[Cc]onnect to (?:127|169\.254)\.",
+            r"[Cc]onnect to (?:127|169\.254)\.[\d.]+<\d+>",
         ),
         "the packets of this node do not arrive there: another network, a firewall, an interface "
         "that leads nowhere",
