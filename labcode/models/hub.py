@@ -31,6 +31,7 @@ from labcode.models.gpt import GPT
 HEAD = "lm_head.weight"
 # What DDP, FSDP, torch.compile and activation checkpointing put into the name of a weight.
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+WRAPPERS |= {"_forward_module"}  # of Fabric
 # The models in front of which a head is put.
 BASES = ("model", "transformer")
 # State dicts of older versions hold these buffers; they are not weights.
@@ -151,6 +152,7 @@ class Family:
                 )
             found.put("mlp", self.activation, kind)
             found.theirs["mlp"] = f"{self.activation}={name}"
+        GPTConfig(**found.fields)  # refuses what is no size
         if found.fields["positions"] == "rotary":
             _describe_rotary(content, found)
         return found
@@ -210,8 +212,12 @@ def _describe_rotary(content: Mapping[str, Any], found: Described) -> None:
 
     `transformers` 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`.
     """
-    rope = dict(content.get("rope_scaling") or {})
-    rope |= content.get("rope_parameters") or {}
+    rope: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = content.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name}={value!r}, where names and values are expected")
+        rope |= value
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ValueError(
@@ -220,7 +226,9 @@ def _describe_rotary(content: Mapping[str, Any], found: Described) -> None:
     part = rope.get("partial_rotary_factor", content.get("partial_rotary_factor", 1.0))
     if part not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor={part}: GPT turns all features of a head")
-    base = rope.get("rope_theta", content.get("rope_theta", 10000.0))
+    base = rope.get("rope_theta", content.get("rope_theta")) or 10000.0
+    if isinstance(base, bool) or not isinstance(base, int | float):
+        raise ValueError(f"rope_theta={base!r} is not a number")
     found.put("rotary_base", "rope_theta", float(base))
     heads, hidden = found.fields["num_heads"], found.fields["hidden_size"]
     size = content.get("head_dim")
@@ -507,10 +515,8 @@ def load(model: GPT, state_dict: Mapping[str, torch.Tensor]) -> GPT:
     Held by: tests/unit/test_gpt2_weights.py
     """
     pieces = family_of(model.config).pieces(model.config)
-    found = {}
-    for name, value in state_dict.items():
-        if not name.endswith(BUFFERS):
-            found[bare_name(name)] = value
+    bare = bare_names(state_dict)
+    found = {name: value for name, value in bare.items() if not name.endswith(BUFFERS)}
     check_head(model.config, found.get(HEAD), found.get(pieces["embed.weight"][0].name))
     check_names(pieces, found)
     target = dict(model.named_parameters())
@@ -537,6 +543,19 @@ def bare_name(name: str) -> str:
     while parts and parts[0] in BASES:
         parts = parts[1:]
     return ".".join(parts)
+
+
+def bare_names(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The same by their bare names (`bare_name`).
+
+    What all names begin with is the attribute under which a program keeps the model, such as `net`
+    of a LightningModule: no model here has all its weights in one module.
+    """
+    bare = {bare_name(name): value for name, value in found.items()}
+    firsts = {name.partition(".")[0] for name in bare}
+    if len(bare) > 1 and len(firsts) == 1 and all("." in name for name in bare):
+        return bare_names({name.partition(".")[2]: value for name, value in bare.items()})
+    return bare
 
 
 def check_names(pieces: Mapping[str, Iterable[Piece]], found: Iterable[str]) -> None:

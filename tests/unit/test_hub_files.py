@@ -133,6 +133,16 @@ def as_lightning(folder, weights):
     torch.save(content, folder / "epoch=1-step=500.ckpt")
 
 
+def as_attribute(folder, weights):
+    content = {f"net.{name}": value for name, value in weights.items()}
+    torch.save({"module": {"state_dict": content}, "global_step": 3}, folder / "last.ckpt")
+
+
+def as_half(folder, weights):
+    half = {name: value.half() for name, value in weights.items()}
+    save_file(half, folder / "model.safetensors")
+
+
 def as_compiled(folder, weights):
     content = {f"_orig_mod.{name}": value for name, value in weights.items()}
     save_file(content, folder / "model.safetensors")
@@ -148,6 +158,8 @@ FORMS = {
     "ddp": as_ddp,
     "a trainer's own": as_trainer,
     "lightning": as_lightning,
+    "the attribute of a module, nested twice": as_attribute,
+    "float16": as_half,
     "compiled": as_compiled,
 }
 
@@ -160,11 +172,15 @@ def test_files_as_the_hub_and_trainers_write_them_are_read(tmp_path, weights, fo
     expected = {hub.bare_name(name): value for name, value in weights.items()}
     assert found.keys() - {"lm_head.weight"} == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name].read((slice(None),) * value.dim()), value), name
+        read = found[name].read((slice(None),) * value.dim())
+        assert torch.equal(read, value.to(read.dtype)), name
 
 
 def test_a_file_may_be_named_in_place_of_its_folder(folder):
-    opened(folder / "model.safetensors")
+    by_file, by_folder = opened(folder / "model.safetensors"), opened(folder)
+    assert by_file.path == by_folder.path
+    assert by_file._tensors.keys() == by_folder._tensors.keys()
+    assert by_file.described == by_folder.described
 
 
 def nanogpt(folder, weights, args=ARGS, prefix="_orig_mod."):
@@ -225,6 +241,7 @@ def test_another_description_is_refused(folder, there, words):
 
 
 def test_what_is_no_part_of_the_function_is_left_alone(folder):
+    told = hub.describe(hub.config_json(MODEL)).fields
     right = [
         {"attn_pdrop": 0.1, "resid_pdrop": 0.0},
         {"torch_dtype": "bfloat16", "transformers_version": "4.41.0"},
@@ -236,9 +253,10 @@ def test_what_is_no_part_of_the_function_is_left_alone(folder):
     ]
     for content in right:
         write_config(folder, **content)
-        opened(folder)
-        opened(folder, GPTConfig(**(vars(MODEL) | {"vocab_size": None})))
-    opened(folder, GPTConfig(**(vars(MODEL) | {"num_kv_heads": 4, "dropout": 0.5})))
+        described = opened(folder).described
+        assert described.fields == told | ({"ffn_size": 64} if "n_inner" in content else {})
+        for same in ({"vocab_size": None}, {"num_kv_heads": 4, "dropout": 0.5}):
+            assert described.differences(GPTConfig(**(vars(MODEL) | same))) == {}
 
 
 def test_a_rotary_model_may_have_a_shorter_context(tmp_path):
@@ -315,6 +333,13 @@ def touch(folder, *names):
         (["snapshots/607a30d/config.json", "refs/main"], "is a folder of the hub's cache"),
         (["checkpoint-500/config.json", "checkpoint-1000/config.json"], "name one of them"),
         (["weights.pt", "metrics.jsonl"], "python -m labcode.train.export"),
+        (
+            ["lit_model.pth", "model_config.yaml", "config.json"],
+            "is a checkpoint of LitGPT: litgpt",
+        ),
+        (["mp_rank_00_000/model_optim_rng.pt"], "is one step of a checkpoint of Megatron-LM"),
+        (["step-1000/.metadata", "step-1000/__0_0.distcp"], "PyTorch: name one of them"),
+        (["model-00001-of-00002.safetensors"], "without their index: copy it again"),
         (["config.json", "README.md"], "there is README.md, config.json: name the file"),
     ],
 )
@@ -354,6 +379,46 @@ def test_damaged_files_are_said_to_be(folder, weights):
     as_two_files(folder, weights)
     (folder / "model-00002-of-00002.safetensors").unlink()
     assert "model-00002-of-00002.safetensors is missing, which the index names" in refusal(folder)
+    one = folder / "model-00001-of-00002.safetensors"
+    assert "is one of several files that hold the weights: name the folder" in refusal(one)
+
+
+def test_an_index_of_other_files_is_refused(tmp_path, weights):
+    write_config(tmp_path)
+    as_two_files(tmp_path, weights)
+    first = tmp_path / "model-00001-of-00002.safetensors"
+    lost = sorted(weights)[:2]
+    save_file({name: weights[name] for name in sorted(weights)[2:9]}, first)
+    assert f"names {lost[0]} and 1 more, which its files have not" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_rounded_weights_are_refused(folder, weights, dtype):
+    rounded = {name: value.to(dtype) for name, value in weights.items()}
+    save_file(rounded, folder / "model.safetensors")
+    assert "take the original weights, of 16 or 32 bits" in refusal(folder)
+    torch.save(rounded, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert f"has the dtype {str(dtype).removeprefix('torch.')}, which is no weight" in refusal(
+        folder
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[1]", "holds a list, and a config.json is names and values"),
+        ('"gpt2"', "holds a str"),
+        ({"n_embd": "16"}, "config.json: model.hidden_size='16' is not a whole number"),
+        ({"model_type": "llama", "rope_scaling": [1]}, "config.json: "),
+    ],
+)
+def test_a_config_of_other_kinds_of_values_is_one_line(folder, content, words):
+    if isinstance(content, str):
+        (folder / "config.json").write_text(content)
+    else:
+        write_config(folder, **content)
+    assert words in refusal(folder)
 
 
 class Evil:

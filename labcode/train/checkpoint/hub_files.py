@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import pickle
+import re
 import shutil
 import tempfile
 import warnings
@@ -49,6 +50,10 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
     "ckpt.pt",
 )
+# a dtype of PyTorch or of safetensors whose numbers are the weights themselves
+PLAIN_DTYPES = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
+ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}\.")
+GLOBAL = re.compile(r"GLOBAL (\S+)|add_safe_globals\(\[(\S+?)\]\)")
 # where the file of a trainer has the weights
 STATE_DICTS = ("model", "state_dict", "model_state_dict", "module")
 TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model")
@@ -106,6 +111,23 @@ OTHER_FORMATS = {
         "weights of TensorFlow",
         "with transformers below 5: AutoModelForCausalLM.from_pretrained('{path}', from_tf=True)"
         ".save_pretrained('OUT')",
+    ),
+    "mp_rank_*": (
+        "one step of a checkpoint of Megatron-LM",
+        "convert the folder above it there, with tools/checkpoint/convert.py --saver",
+    ),
+    "lit_model.pth": (
+        "a checkpoint of LitGPT",
+        "litgpt convert_from_litgpt {path} OUT, name its model.pth pytorch_model.bin, and put its "
+        "config.json there",
+    ),
+    "*-00001-of-*": (
+        "several files of weights without their index",
+        "copy it again with the file whose name ends in .index.json",
+    ),
+    "*/.metadata": (
+        "a folder of distributed checkpoints of PyTorch",
+        "name one of them",
     ),
     "model.ckpt.index": (
         "a checkpoint of TensorFlow",
@@ -240,16 +262,19 @@ class HubCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = _weight_file(path)
         self.folder = self.path.parent
-        self._tensors: dict[str, _Tensor] = {}  # by bare name
         args = None
+        found: dict[str, _Tensor] = {}
         for file in _files_of(self.path):
             if kind_of(file).name == "safetensors":
-                tensors: Mapping[str, _Tensor] = _slices(file)
+                found |= _slices(file)
             else:
                 tensors, args = _pickled(file)
-            for name, tensor in tensors.items():
-                if not name.endswith(BUFFERS):
-                    self._tensors[hub.bare_name(name)] = tensor
+                found |= tensors
+        _check_index(self.path, found)
+        self._tensors: dict[str, _Tensor] = {}  # by bare name
+        for name, tensor in hub.bare_names(found).items():
+            if not name.endswith(BUFFERS):
+                self._tensors[name] = tensor
         self.described, self.source = self._description(args)
 
     def _description(self, args: Mapping[str, Any] | None) -> tuple[Described, Path]:
@@ -266,9 +291,14 @@ class HubCheckpoint:
             ) from None
         except ValueError:
             raise _refused(source, "a config.json") from None
+        if not isinstance(content, dict):
+            raise ValueError(
+                f"{FIELD}: {source} holds a {type(content).__name__}, and a config.json is names "
+                "and values: copy it again"
+            )
         try:
             return hub.describe(content), source
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise ValueError(f"{FIELD}: {source}: {error}") from None
 
     def check(
@@ -311,11 +341,21 @@ class HubCheckpoint:
         pieces = self.described.family.pieces(model)
         try:
             hub.check_names(pieces, self._tensors)
+            self._check_dtypes()
             head = self._tensors.get(HEAD)
             embedding = self._tensors.get(pieces["embed.weight"][0].name)
             hub.check_head(model, _whole(head), _whole(embedding))
         except ValueError as error:
             raise ValueError(f"{FIELD}: {self.path}: {error}") from None
+
+    def _check_dtypes(self) -> None:
+        """That the numbers are weights, and not what some scale turns into weights."""
+        for name, tensor in self._tensors.items():
+            if tensor.dtype not in PLAIN_DTYPES:
+                raise ValueError(
+                    f"{name} has the dtype {tensor.dtype}, which is no weight without its scale: "
+                    "take the original weights, of 16 or 32 bits"
+                )
 
     def _kind(self, name: str) -> str:
         """What every model of the family has, and config.json need not say."""
@@ -405,7 +445,7 @@ class HubCheckpoint:
 
 
 class _Tensor:
-    """A tensor in a file: its shape, and its numbers where they are asked for.
+    """A tensor in a file: its shape and dtype, and its numbers where they are asked for.
 
     Args:
         place: A slice of a safetensors file, or a tensor that is mapped into memory.
@@ -415,6 +455,7 @@ class _Tensor:
         self.place = place
         whole = isinstance(place, torch.Tensor)
         self.shape = list(place.shape if whole else place.get_shape())
+        self.dtype = str(place.dtype if whole else place.get_dtype()).removeprefix("torch.")
 
     def read(self, ranges: tuple[slice, ...]) -> torch.Tensor:
         """A part of it."""
@@ -438,6 +479,10 @@ def _weight_file(path: Path) -> Path:
         ValueError: There is none, in words that say what is there.
     """
     if path.is_file():
+        if ONE_OF_SEVERAL.search(path.name):
+            raise ValueError(
+                f"{FIELD}: {path} is one of several files that hold the weights: name the folder"
+            )
         return path
     if not path.is_dir():
         do = "give the path of a folder with config.json and the weights"
@@ -476,15 +521,33 @@ def _files_of(path: Path) -> list[Path]:
     """
     files = [path]
     if path.name.endswith(".index.json"):
-        try:
-            names = set(json.loads(path.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise _refused(path, "an index of weights") from None
-        files = [path.parent / name for name in sorted(names)]
+        files = [path.parent / name for name in sorted(set(_index(path).values()))]
     for file in files:
         if kind_of(file).name not in ("safetensors", "torch", "old torch", "pickle"):
             raise _refused(file, "a file of weights")
     return files
+
+
+def _index(path: Path) -> dict[str, str]:
+    """{name of a weight: the file that has it}, from an index."""
+    try:
+        found = json.loads(path.read_text())["weight_map"]
+        return {str(name): str(file) for name, file in found.items()}
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise _refused(path, "an index of weights") from None
+
+
+def _check_index(path: Path, found: Mapping[str, Any]) -> None:
+    """That the files have every weight that an index names."""
+    if not path.name.endswith(".index.json"):
+        return
+    missing = sorted(_index(path).keys() - found.keys())
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(
+            f"{FIELD}: {path} names {missing[0]}{more}, which its files have not: they are not "
+            "those that the index was written for; copy all of them again"
+        )
 
 
 def _refused(path: Path, expected: str) -> ValueError:
@@ -521,10 +584,8 @@ def _pickled(path: Path) -> tuple[dict[str, _Tensor], Mapping[str, Any] | None]:
     """(The tensors of a file of torch.save, what it says of the model); nothing of it is run."""
     content = _load(path)
     args = content.get("model_args") if isinstance(content, dict) else None
-    for name in STATE_DICTS:
-        if isinstance(content, dict) and isinstance(content.get(name), dict):
-            content = content[name]
-            break
+    while inner := _state_dict_in(content):
+        content = inner
     if not isinstance(content, dict):
         raise ValueError(
             f"{FIELD}: {path} holds a {type(content).__name__} and no weights by name: save "
@@ -539,6 +600,14 @@ def _pickled(path: Path) -> tuple[dict[str, _Tensor], Mapping[str, Any] | None]:
     return tensors, args
 
 
+def _state_dict_in(content: Any) -> dict[str, Any] | None:
+    """What a trainer's file holds as weights, if it is one; some are nested twice."""
+    if not isinstance(content, dict):
+        return None
+    held = [content[name] for name in STATE_DICTS if isinstance(content.get(name), dict)]
+    return held[0] if held else None
+
+
 def _load(path: Path) -> Any:
     is_new = kind_of(path).name == "torch"  # the older format cannot be mapped
     try:
@@ -547,8 +616,8 @@ def _load(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_new)
     except pickle.UnpicklingError as error:
         # torch names the first global that it will not import
-        found = next((word for word in str(error).split() if word.count(".") > 1), "")
-        what = f" ({found})" if found else ""
+        named = GLOBAL.search(str(error))
+        what = f" ({named[1] or named[2]})" if named else ""
         raise ValueError(
             f"{FIELD}: {path} holds Python objects beside numbers{what}, which would be run by "
             "reading them: where you trust it, save its weights alone, "
