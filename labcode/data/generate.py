@@ -11,7 +11,6 @@ a chunk of one time and a part of the map is right, one of many times is wrong; 
 ...` a sample reads 12 to 24 times what it needs.
 """
 
-import argparse
 import math
 import shutil
 import sys
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from labcode.data.weather_files import open_weather
+from labcode.arguments import Parser
 from labcode.fields import shown
 from labcode.units import si
 
@@ -172,6 +171,9 @@ def _unfinished(path: Path) -> Iterator[Path]:
 
 def _blocks(plan: Plan, title: str | None) -> Iterator[tuple[int, np.ndarray]]:
     """(First time, states [t, C, Y, X]) of as many times as a chunk has, one after another."""
+    # imports torch: a typing mistake need not wait for it
+    from labcode.data.weather_files import open_weather
+
     sample = open_weather(None, VARIABLES)
     maps = sample.read(range(len(sample.times)))  # [T, C, y, x]
     to_lat = _between(len(sample.lat), len(plan.lat), circular=False)
@@ -288,7 +290,7 @@ def _write(path: Path, plan: Plan, blocks: Blocks) -> None:
 def main(arguments: Sequence[str]) -> int:
     """`python -m labcode.data.generate`; returns its exit code."""
     first_line = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m labcode.data.generate", description=first_line)
+    parser = Parser(prog="python -m labcode.data.generate", description=first_line)
     parser.add_argument("path", help="ends in .zarr")
     parser.add_argument("--gb", type=float, required=True, help="size in 1e9 bytes")
     parser.add_argument("--degrees", type=float, default=0.5, help="of the grid (0.5)")
@@ -301,8 +303,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compress", action="store_true", help="with zstd")
-    asked = parser.parse_args(arguments)
     try:
+        asked = parser.parse_args(arguments)
         plan = generate(
             asked.path, asked.gb, asked.degrees, asked.chunks, asked.seed, asked.compress
         )

@@ -19,19 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from labcode.comm import bootstrap
-from labcode.comm.counting import counted
-from labcode.comm.grid import Grid
 from labcode.command import UsageError, parse
 from labcode.config import Config, GPTConfig, ParallelConfig
-from labcode.models.gpt import GPT
-from labcode.models.parallelize import parallelize
 from labcode.perf.of_config import SHIPPED_TOKENS
 from labcode.perf.one_rank import Calls, rank_activation_bytes, rank_calls, rank_parameters
-from labcode.perf.saved_bytes import saved_bytes
 from labcode.topology import GridShape
 from labcode.units import binary_bytes, seconds
 
@@ -74,6 +65,17 @@ def dry_run(
 
     Held by: tests/ranks/test_dry_run.py
     """
+    # all of it imports torch, for which a typing mistake need not wait
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from labcode.comm import bootstrap
+    from labcode.comm.counting import counted
+    from labcode.comm.grid import Grid
+    from labcode.models.gpt import GPT
+    from labcode.models.parallelize import parallelize
+    from labcode.perf.saved_bytes import saved_bytes
+
     started = time.perf_counter()
     bootstrap.pretend(rank, shape.world_size)
     try:

@@ -1,17 +1,22 @@
 """`python -m labcode.train.export RUN DIR`: the weights of a run of a GPT, for `transformers`."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from labcode.arguments import Parser, UsageError
+
 
 def main(args: Sequence[str]) -> int:
     """Run the program; returns its exit code: 0, or 2 after an error of one line."""
-    parser = argparse.ArgumentParser(prog="python -m labcode.train.export", description=__doc__)
+    parser = Parser(prog="python -m labcode.train.export", description=__doc__)
     parser.add_argument("run", type=Path, help="folder of a run of a GPT")
     parser.add_argument("to", type=Path, help="folder to be made: model.safetensors, config.json")
-    given = parser.parse_args(args)
+    try:
+        given = parser.parse_args(args)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     # imports torch: `--help` need not wait for it
     from labcode.train.checkpoint.hub_files import export
     from labcode.train.checkpoint.tensors import DamagedError

@@ -9,13 +9,13 @@ It reads the files of the run and writes none, and it ends with the run or with 
 leaves the run alone.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from labcode.arguments import Parser
 from labcode.train.run_files import Look, look, newest_run, table
 
 BEGINS_WITHIN_S = 60.0
@@ -114,14 +114,12 @@ def _in_notebook() -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Watch from a terminal; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m labcode.train.watch", description="Follow a run until it ends."
-    )
+    parser = Parser(prog="python -m labcode.train.watch", description="Follow a run until it ends.")
     parser.add_argument("run", nargs="?", help="its folder; the newest in runs/ if it is left out")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks")
     parser.add_argument("--over", default="", help="a reference run, a folder, or none")
-    given = parser.parse_args(arguments)
     try:
+        given = parser.parse_args(arguments)
         watch(given.run, given.every, None if given.over == "none" else given.over)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -12,9 +12,9 @@ from labcode.train.observers.hang import Moving
 from labcode.train.observers.rows import Rows
 from labcode.train.observers.saving import Saving
 from labcode.train.observers.validation import Validation
-from labcode.train.profile import StepProfiler
 from labcode.train.result import Result
 from labcode.train.signals import StopSignals
+from labcode.train.step_profiler import StepProfiler
 
 
 def open_log(training: Training, out: Path | None) -> Log:
