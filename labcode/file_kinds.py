@@ -52,6 +52,8 @@ SIGNATURES = {
     b"\x7fELF": ("program", "a program"),
     struct.pack("<ii", 20240520, 1): ("llm.c 2", "token numbers of 2 bytes, as llm.c writes them"),
     struct.pack("<ii", 20240801, 7): ("llm.c 4", "token numbers of 4 bytes, as llm.c writes them"),
+    struct.pack("<i", 20240520): ("llm.c", "token numbers of a version of llm.c not known here"),
+    struct.pack("<i", 20240801): ("llm.c", "token numbers of a version of llm.c not known here"),
     # the magic number with which torch.save began until version 1.6
     b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.": ("old torch", "a file of an older torch.save"),
     b"version https://git-lfs": ("lfs", "a Git LFS pointer: the file itself was not downloaded"),
@@ -72,6 +74,7 @@ MARKS = {
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
+OBJECT = re.compile(rb'\{\s*"[^"\\]{1,100}"\s*:')
 PICKLE = re.compile(rb"\x80[\x02-\x05]")
 CONTROL = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b\b")) + b"\x7f"
 ZIP_NAMES = {
@@ -218,9 +221,12 @@ def _eight_bit(head: bytes, error: UnicodeDecodeError) -> Kind | None:
 
 
 def _is_json_lines(head: bytes) -> bool:
-    first = head.lstrip(b"\xef\xbb\xbf").split(b"\n")[0].strip()
+    first, *more = head.lstrip(b"\xef\xbb\xbf").split(b"\n")
+    first = first.strip()
     if not first.startswith(b"{"):
         return False
+    if not more and len(head) >= LOOK_BYTES:  # of a long document only the beginning is here
+        return OBJECT.match(first) is not None
     try:
         return isinstance(json.loads(first), dict)
     except ValueError:
@@ -229,11 +235,14 @@ def _is_json_lines(head: bytes) -> bool:
 
 def _numbers(head: bytes, size: int, path: Path) -> Kind:
     """Raw numbers, such as tokens; else nothing that is known."""
-    if path.suffix in (".bin", ".u16", ".u32", ".tokens", ".tok", ".raw"):
+    # OLMo writes them as .npy, without numpy's header
+    if path.suffix in (".bin", ".u16", ".u32", ".tokens", ".tok", ".raw", ".npy", ".memmap"):
         pairs = len(head) // 4
-        words = struct.unpack(f"<{pairs}I", head[: 4 * pairs])
-        # a token of 4 bytes has zeros in the upper two; tokens of 2 bytes have them nowhere
-        if pairs and size % 4 == 0 and max(words) < 2**20:
+        halves = struct.unpack(f"<{2 * pairs}H", head[: 4 * pairs])
+        lower, upper = max(halves[::2], default=0), max(halves[1::2], default=0)
+        # The upper half of a token of 4 bytes is zero, or small beside the lower one; of tokens of
+        # 2 bytes the two are as large, however few letters an alphabet has.
+        if pairs and size % 4 == 0 and upper < 16 and upper <= lower // 64:
             return Kind("tokens 4", "token numbers of 4 bytes (uint32) without a header")
         if size % 2 == 0:
             return Kind("tokens 2", "token numbers of 2 bytes (uint16) without a header")

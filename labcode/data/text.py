@@ -429,6 +429,9 @@ REMEDIES = {
     "json": "write out its texts, with <|endoftext|> between them",
     "parquet": UNPACKED,
     "arrow": UNPACKED,
+    "folder": "name one of its files",
+    "empty folder": "name a file",
+    "hdf5": "write its tokens as one array with numpy.save (.npy), or its text into a file",
     "parquet folder": UNPACKED,
     "arrow folder": UNPACKED,
     "pdf": UNPACKED,
@@ -460,11 +463,12 @@ def _kind(path: Path) -> Kind:
             with gzip.open(path) as file:
                 head = file.read(LOOK_BYTES)
             inside = kind_of_bytes(head, Path(path.stem), len(head))
+            if inside.name in token_files.KINDS:
+                raise ValueError(f"{path} is {inside.words}, packed with gzip: unpack it")
             kind = kind if inside.name in TEXTS else inside
     except (OSError, EOFError, zlib.error):
         return Kind("text", "a text")
-    known = {*TEXTS, *token_files.KINDS, "folder", "empty folder", "missing"}
-    if kind.name in known:
+    if kind.name in {*TEXTS, *token_files.KINDS, "missing"}:
         return kind
     raise ValueError(kind.is_not(path, EXPECTED, REMEDIES))
 

@@ -2,7 +2,7 @@
 
     train.bin    numbers of 2 or 4 bytes without a header, as nanoGPT's prepare.py writes them
     *.bin        the same behind a header of 256 numbers, as llm.c writes them
-    *.npy        an array of whole numbers in one row
+    *.npy        an array of whole numbers in one row; OLMo's have no header, as nanoGPT's
 
 Their text is not there. With `data.tokenizer=FILE.json` a sample can be written as text; without
 it, as numbers.
@@ -82,6 +82,13 @@ def _raw(path: Path, dtype: str, offset: int) -> np.ndarray:
     num_tokens = (path.stat().st_size - offset) // np.dtype(dtype).itemsize
     if num_tokens <= 0:
         return np.empty(0, dtype)
+    if offset:
+        said = int(np.fromfile(path, "<i4", 3)[2])  # after a magic number and a version
+        if said != num_tokens:
+            raise ValueError(
+                f"{path} says that it has {said} tokens, and has {num_tokens}: it is damaged or "
+                "only a part of the file; copy or download it again"
+            )
     return np.memmap(path, dtype, "r", offset, (num_tokens,))
 
 
@@ -90,7 +97,10 @@ def _array(path: Path) -> np.ndarray:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except ValueError as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{path} is a numpy array that cannot be read: {reason}") from None
+        raise ValueError(
+            f"{path} is a numpy array that cannot be read ({reason}): if it is only a part of the "
+            "file, copy it again"
+        ) from None
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         shape = " x ".join(map(str, tokens.shape)) or "one number"
         raise ValueError(

@@ -446,7 +446,7 @@ def test_bad_text_is_one_clear_line_and_leaves_nothing_behind(tmp_path, content,
 
 
 def test_a_folder_in_place_of_a_text_is_one_clear_line(tmp_path):
-    assert "cannot be read: Is a directory" in complaint(tmp_path, tmp_path, error=OSError)
+    assert "is an empty folder, not UTF-8 text: name a file" in complaint(tmp_path, tmp_path)
 
 
 def test_no_space_left_is_one_clear_line_and_keeps_what_was_there(verses, tmp_path):

@@ -95,6 +95,11 @@ FILES = [
     ("train4.bin", TOKENS.astype("<u4").tobytes(), "tokens 4"),
     ("char.bin", RNG.integers(0, 65, 3000).astype("<u2").tobytes(), "tokens 2"),
     ("llama.bin", RNG.integers(0, 128256, 3000).astype("<u4").tobytes(), "tokens 4"),
+    ("dna.bin", RNG.integers(0, 5, 3000).astype("<u2").tobytes(), "tokens 2"),
+    ("dna4.bin", RNG.integers(0, 5, 3000).astype("<u4").tobytes(), "tokens 4"),
+    ("part-0-00000.npy", TOKENS.astype("<u2").tobytes(), "tokens 2"),  # as OLMo writes it
+    ("c4.jsonl", b'{"text": "' + b"To be, or not to be. " * 9000 + b'"}\n', "json"),
+    ("newer.bin", llm_c(20240520, 2, "<u2"), "llm.c"),
     ("fineweb_train_000001.bin", llm_c(20240520, 1, "<u2"), "llm.c 2"),
     ("fineweb_llama.bin", llm_c(20240801, 7, "<u4"), "llm.c 4"),
     ("my.idx", b"MMIDIDX\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x08", "megatron"),

@@ -48,6 +48,7 @@ def llm_c(path, dtype):
         (array, "train.npy", "<u2"),
         (array, "train.npy", "<i8"),
         (array, "train.npy", "<i4"),
+        (raw, "part-0-00000.npy", "<u2"),
         (llm_c, "fineweb_val_000000.bin", "<u2"),
         (llm_c, "fineweb_val_000000.bin", "<u4"),
     ],
@@ -114,6 +115,22 @@ REFUSED = [
     ("meta.pkl", b"\x80\x04\x95\x05.", "is a pickle, not UTF-8 text: it is not opened"),
     ("x.idx", b"MMIDIDX\x00\x00\x01", "name the .bin beside it"),
     ("a.txt", b"", "is an empty file"),
+    (
+        "train.bin.gz",
+        gzip.compress(TOKENS.astype("<u2").tobytes()),
+        "is token numbers of 2 bytes (uint16) without a header, packed with gzip: unpack it",
+    ),
+    (
+        "val.bin",
+        np.array([20240520, 1, 5000] + [0] * 253, "<i4").tobytes() + bytes(2000),
+        "says that it has 5000 tokens, and has 1000: it is damaged or only a part",
+    ),
+    (
+        "val.bin",
+        np.array([20240520, 9, 500] + [0] * 253, "<i4").tobytes() + bytes(1000),
+        "of a version of llm.c not known here",
+    ),
+    ("cut.npy", b"\x93NUMPY\x01\x00v\x00{'descr'", "is a numpy array that cannot be read"),
 ]
 
 
@@ -122,6 +139,19 @@ def test_what_is_no_text_is_named(tmp_path, name, content, words):
     path = tmp_path / name
     path.write_bytes(content)
     assert words in complaint(path)
+
+
+def test_a_folder_is_told_to_be_one(tmp_path):
+    for name in ("train.bin", "val.bin"):
+        (tmp_path / name).write_bytes(TOKENS.astype("<u2").tobytes())
+    assert "is a folder, not UTF-8 text: name one of its files" in complaint(tmp_path)
+
+
+def test_a_small_alphabet_is_not_read_in_pairs(tmp_path):
+    letters = TOKENS % 5
+    letters.astype("<u2").tofile(tmp_path / "dna.bin")
+    splits = load(tmp_path / "dna.bin")
+    assert np.array_equal(np.concatenate([splits.train.tokens, splits.val.tokens]), letters)
 
 
 def test_arrays_that_are_no_tokens_are_named(tmp_path):
