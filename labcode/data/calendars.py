@@ -49,7 +49,7 @@ def needs_decoding(units: str, calendar: str) -> bool:
         return False
     calendar = NAMES.get(calendar.lower(), calendar.lower())
     if calendar == "proleptic_gregorian":
-        return False
+        return int(match["year"]) < 1
     return calendar != "standard" or _date(match) < FIRST_GREGORIAN
 
 
@@ -69,9 +69,14 @@ def decode(values: np.ndarray, units: str, calendar: str) -> np.ndarray:
     """
     match = SINCE.match(units)
     if not match:
-        raise ValueError(f"times in {units!r} have no beginning: write them as 'days since ...'")
+        raise ValueError(
+            f"times in {units!r} have no beginning: write them as 'days since ...', for example "
+            "with cdo -r copy IN OUT.nc"
+        )
     calendar = NAMES.get(calendar.lower(), calendar.lower())
-    unit_ms = _unit_ms(match["unit"])
+    unit = match["unit"].lower()
+    is_month = calendar == "360_day" and unit in ("month", "months")  # all of them are alike
+    unit_ms = 30 * DAY_MS if is_month else _unit_ms(unit)
     zone = match["zone"].strip().upper()
     if zone not in ("", "Z", "UTC", "GMT", "+0", "0:00", "+00:00", "+0:00", "00:00", "-00:00"):
         raise ValueError(f"times in {units!r} are not in UTC: write them so")
@@ -90,7 +95,6 @@ def _date(match: re.Match[str]) -> tuple[int, int, int]:
 
 def _unit_ms(name: str) -> int:
     """Milliseconds of a unit, under any of its names."""
-    name = name.lower()
     names = {"day": "d", "hour": "h", "hr": "h", "minute": "min", "second": "s", "sec": "s"}
     names |= {"millisecond": "ms", "msec": "ms"}
     short = names.get(name.rstrip("s"), name)

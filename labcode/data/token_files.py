@@ -7,7 +7,8 @@
 Their text is not there. With `data.tokenizer=FILE.json` a sample can be written as text; without
 it, as numbers.
 
-Source: data/openwebtext/prepare.py in nanoGPT; dev/data/data_common.py in llm.c.
+Source: data/openwebtext/prepare.py in nanoGPT; dev/data/data_common.py in llm.c;
+    docs/source/guides/data_loading.rst in OLMo-core.
 Held by: tests/unit/test_token_files.py
 """
 

@@ -25,12 +25,19 @@ from labcode.file_kinds import Kind, kind_of
 Numbers: TypeAlias = Sequence[int] | np.ndarray  # of times
 
 SAMPLE = Path(__file__).parents[1] / "assets" / "era5_2deg.npz"
-# names that each axis may have in a file
+# names that each axis may have in a file, in small letters or not
 AXES = (
     ("time", "valid_time"),
     ("latitude", "lat"),
     ("longitude", "lon"),
 )
+OTHER_GRID = "another grid is brought to one by cdo remapbil,r360x180 IN OUT.nc"
+# {axis: what to do with a variable that has it not}
+WITHOUT = {
+    "time": "rename the axis, or leave out what is the same at all times",
+    "latitude": OTHER_GRID,
+    "longitude": OTHER_GRID,
+}
 # {engine of xarray: packages that it needs}
 PACKAGES = {
     "zarr": ("xarray", "zarr"),
@@ -46,6 +53,7 @@ REMEDIES = {
     "netcdf5": "convert it, nccopy -k nc4 IN OUT.nc",
     "hdf4": "convert it, h4toh5 IN OUT.h5",
     "grib": "convert it, cdo -f nc4 copy IN OUT.nc",
+    "gzip": "unpack it, gunzip IN.nc.gz",
     "zip": "unpack it; the Climate Data Store sends several files as one, under any name",
     "folder": "name one of its files; several are joined by cdo mergetime IN*.nc OUT.nc",
 }
@@ -301,8 +309,10 @@ def _open_file(path: Path, variables: tuple[str, ...]) -> WeatherFile:
     """A zarr folder or an HDF5 file through xarray, which reads only the coordinates here."""
     engine = _engine(path)
     dataset = _open_dataset(path, engine)
-    present = [str(name) for name, field in dataset.data_vars.items() if field.ndim >= 3]
-    _check_variables(str(path), variables, present)
+    present = {str(name) for name, field in dataset.data_vars.items() if field.ndim >= 3}
+    # of what is there with fewer axes those are named
+    present |= {name for name in variables if name in dataset.data_vars}
+    _check_variables(str(path), variables, sorted(present))
     fields = [_time_lat_lon(path, dataset[name]) for name in variables]
     for field in fields:
         _check_kind(f"{path}: {field.name}", field.dtype, NUMBERS)
@@ -387,7 +397,7 @@ def _open_dataset(path: Path, engine: str) -> Any:
     with warnings.catch_warnings(), _one_line(f"{path} cannot be opened as {kind}"):
         warnings.simplefilter("ignore")  # about missing consolidated metadata, which costs a moment
         dataset = xarray.open_dataset(path, decode_times=False, **options)
-        name = next((name for name in AXES[0] if name in dataset.variables), None)
+        name = _first_in(list(dataset.variables), AXES[0])
         if name is None:
             return dataset
         units = str(dataset[name].attrs.get("units", ""))
@@ -401,8 +411,8 @@ def _open_dataset(path: Path, engine: str) -> Any:
 
 
 def _has_no_fixed_unit(units: str) -> bool:
-    """Whether times are in months or years, which differ in length."""
-    return units.strip().lower().startswith(("month", "year", "common_year"))
+    """Whether times are in months or years, which differ in length, or are "day as %Y%m%d"."""
+    return " as %" in units or units.strip().lower().startswith(("month", "year", "common_year"))
 
 
 @contextlib.contextmanager
@@ -421,28 +431,39 @@ def _time_lat_lon(path: Path, field: Any) -> Any:
         dims = list(field.dims)
     else:
         dims = [_first_in(field.dims, names) for names in AXES]
-    if None in dims or len(field.dims) != len(AXES):
+    axes = f"{path}: {field.name} has the axes {', '.join(map(str, field.dims))}"
+    for dim, names in zip(dims, AXES):
+        if dim is None:
+            raise ValueError(
+                f"{axes}, and none of them is called {' or '.join(names)}: a variable here is time "
+                f"x latitude x longitude; {WITHOUT[names[0]]}"
+            )
+    others = [dim for dim in field.dims if dim not in dims]
+    field = field.isel({dim: 0 for dim in others if field.sizes[dim] == 1}, drop=True)
+    if len(field.dims) != len(AXES):
         raise ValueError(
-            f"{path}: {field.name} has the axes {', '.join(map(str, field.dims))}; a variable here "
-            "is time x latitude x longitude: take one level of it first"
+            f"{axes}; a variable here is time x latitude x longitude: choose one along "
+            f"{' and '.join(map(str, others))} first"
         )
     with _one_line(f"{path}: {field.name} cannot be read"):
         return field.transpose(*dims)
 
 
 def _first_in(dims: Sequence[Any], names: Sequence[str]) -> str | None:
-    for dim in dims:
-        if dim in names:
-            return str(dim)
+    for name in names:
+        for dim in dims:
+            if str(dim).lower() == name:
+                return str(dim)
     return None
 
 
 def _coordinate(path: Path, dataset: Any, names: Sequence[str]) -> np.ndarray:
     """The values along an axis, under any of its names."""
-    for name in names:
-        if name in dataset.variables and dataset[name].ndim == 1:
-            with _one_line(f"{path}: {name} cannot be read"):
-                return dataset[name].values
+    rows = [name for name, values in dataset.variables.items() if values.ndim == 1]
+    name = _first_in(rows, names)
+    if name is not None:
+        with _one_line(f"{path}: {name} cannot be read"):
+            return dataset[name].values
     raise ValueError(
         f"{path} has no coordinate {' or '.join(names)}: add one, its values along that axis"
     )

@@ -392,7 +392,7 @@ def test_a_missing_value_is_found_where_it_is(tmp_path):
         ),
         (
             lambda d: d.assign(u10=d.u10.isel(time=0, drop=True)),
-            "has no variable u10: there are t2m",
+            "none of them is called time or valid_time: a variable here is time x latitude x long",
         ),
         (lambda d: d.drop_vars("latitude"), "has no coordinate latitude or lat"),
         (lambda d: d.rename(time="when"), "t2m has the axes when, latitude, longitude"),

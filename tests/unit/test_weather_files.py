@@ -1,5 +1,7 @@
 """Weather of each provider and each calendar: read, or named for what it is."""
 
+import gzip
+import re
 import sys
 import zipfile
 
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 
 from labcode.config import WeatherData
-from labcode.data import weather
+from labcode.data import weather, weather_files
 
 xarray = pytest.importorskip("xarray", reason="pip install labcode[weather]")
 pytest.importorskip("h5netcdf", reason="pip install labcode[weather]")
@@ -62,6 +64,8 @@ def netcdf(folder, name="tas.nc", **options):
         ("hours since 1-1-1 00:00:0.0", "standard", "0000-12-30"),
         ("days since 1850-01-01", "proleptic_gregorian", "1850-01-16"),
         ("days since 1900-01-01", "gregorian", "1900-01-16"),
+        ("days since 0000-01-01", "proleptic_gregorian", "0000-01-16"),
+        ("months since 1850-01-01", "360_day", "1851-04-02"),
     ],
 )
 @pytest.mark.parametrize("kind", ["netcdf", "zarr"])
@@ -92,8 +96,46 @@ def test_the_sun_stands_high_in_summer_in_every_calendar(tmp_path):
 
 
 def test_a_file_is_read_by_any_name(tmp_path):
+    expected = dataset().tas.values
     for name in ("tas", "tas.nc4", "tas.he5", "tas.netcdf", "tas.cdf"):
-        load(netcdf(tmp_path, name))
+        file = weather_files.open_weather(str(netcdf(tmp_path, name)), ("tas",))
+        assert np.array_equal(file.read(range(T))[:, 0], expected), name
+
+
+def test_axes_are_known_by_their_names_in_any_order(tmp_path):
+    """As ERA5 (from the pole, levels and members of one), WeatherBench 2, and others have them."""
+    plain = dataset("hours since 1900-01-01", "gregorian").drop_vars("time_bnds")
+    field = plain.tas.values
+    forms = {
+        "from the north": plain.isel(lat=slice(None, None, -1)),
+        "longitude before latitude": plain.transpose("time", "lon", "lat"),
+        "one level": plain.expand_dims({"pressure_level": [500]}, axis=1),
+        "one member": plain.expand_dims({"number": [0]}),
+        "valid_time": plain.rename(time="valid_time"),
+        "capitals": plain.rename(time="Time", lat="Latitude", lon="Longitude"),
+    }
+    for name, form in forms.items():
+        path = tmp_path / f"{name}.nc"
+        form.to_netcdf(path, engine="h5netcdf")
+        file = weather_files.open_weather(str(path), ("tas",))
+        found = file.read(range(T))[:, 0]
+        assert np.array_equal(found[:, ::-1] if name == "from the north" else found, field), name
+        assert file.times[0].astype("datetime64[h]") == np.datetime64("1900-01-01T15"), name
+
+
+def test_axes_that_are_none_of_a_grid_are_named(tmp_path):
+    plain = dataset().drop_vars("time_bnds")
+    levels = xarray.concat([plain, plain], "level").transpose("time", "level", "lat", "lon")
+    cells = plain.stack(cell=("lat", "lon")).reset_index("cell", drop=True)
+    forms = [
+        (levels, "has the axes time, level, lat, lon; .* choose one along level first"),
+        (plain.rename(lat="y", lon="x"), "time, y, x, and none of them is called latitude or lat"),
+        (cells, "has the axes time, cell, and none of them is called latitude or lat"),
+    ]
+    for number, (form, words) in enumerate(forms):
+        path = tmp_path / f"{number}.nc"
+        form.to_netcdf(path, engine="h5netcdf")
+        assert re.search(words, complaint(path))
 
 
 def as_zip(folder):
@@ -144,6 +186,11 @@ def as_array(folder):
     return folder / "a.npy"
 
 
+def as_packed(folder):
+    (folder / "a.nc.gz").write_bytes(gzip.compress(b"CDF\x01" + bytes(100)))
+    return folder / "a.nc.gz"
+
+
 def as_empty(folder):
     (folder / "a.nc").write_bytes(b"")
     return folder / "a.nc"
@@ -171,6 +218,7 @@ def as_damaged(folder):
         (as_hdf4, "h4toh5"),
         (as_table, "is a text, not weather"),
         (as_array, "is a numpy array (.npy), not weather"),
+        (as_packed, "is a gzip file, not weather on a grid: give a zarr folder, or an HDF5"),
         (as_empty, "is an empty file, not weather"),
         (as_image, "is a TIFF image, not weather"),
         (as_damaged, "is no HDF5 or netCDF file, whatever its name says: it is damaged"),
@@ -184,6 +232,7 @@ def test_what_is_no_weather_is_named(tmp_path, make, words):
     ("units", "calendar", "words"),
     [
         ("months since 1955-01-01", "standard", "time: times in months, which are not all of one"),
+        ("day as %Y%m%d.%f", "standard", "time: times in 'day as %Y%m%d.%f' have no beginning"),
         ("days since 1850-01-01", "all_leap", "time: the calendar all_leap of its times is none"),
     ],
 )
