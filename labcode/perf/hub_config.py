@@ -96,7 +96,8 @@ FAMILIES = {
             *("helium", "seed_oss", "exaone", "exaone4", "internlm", "internlm2", "internlm3"),
             *("baichuan", "cwm", "hunyuan_v1_dense", "hyperclovax", "minicpm", "Yi"),
             *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "phimoe", "granitemoe"),
-            *("dbrx", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+            *("dbrx", "minimax_m2", "llama4"),
+            *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
         ),
         LLAMA,
     ),
@@ -129,11 +130,15 @@ STATES = re.compile(
 )
 ENCODERS = re.compile(r"bert|clip|vit|electra|xlnet|xlm|reformer|^git$|wav2vec")
 SEES_OR_HEARS = re.compile(r"For(Masked|PreTraining|Image|Speech|CTC|Audio|Object)|ViT|CLIP")
-# Whether some layers have experts and others have none.
-SOME_LAYERS = (
-    *("first_k_dense_replace", "mlp_only_layers", "interleave_moe_layer_step"),
-    *("moe_layer_start_index", "moe_layer_freq", "expert_layer_period"),
+# Whether some layers have experts and others have none: how many or which have none, ...
+WITHOUT_EXPERTS = ("first_k_dense_replace", "mlp_only_layers", "moe_layer_start_index")
+# ... and how far those are apart that have some; 1 is every layer.
+APART = (
+    *("decoder_sparse_step", "interleave_moe_layer_step"),
+    *("moe_layer_freq", "expert_layer_period"),
 )
+# Families in which every token also goes through one more MLP, as large as an expert.
+SHARES_ONE = ("llama4",)
 # kinds of files (`file_kinds`) beside which a config.json lies
 WEIGHTS = ("safetensors", "torch", "old torch", "gguf", "pickle", "npz", "hdf5")
 BESIDE = f"give the {CONFIG} that lies beside it"
@@ -224,7 +229,9 @@ def of_config(
         text = {**text["ffn_config"], **text}
     _refuse_other_models(text, where)
     kind = str(text.get("model_type", ""))
-    family = FAMILIES.get(kind) or FAMILIES.get(kind.removesuffix("_text"))
+    if kind not in FAMILIES:
+        kind = kind.removesuffix("_text")
+    family = FAMILIES.get(kind)
     if family is None:
         family = LLAMA
         called = f"model_type {shown(kind)}" if kind else "a file without model_type"
@@ -294,7 +301,9 @@ def _refuse_other_models(config: Mapping[str, Any], where: str) -> None:
         reason = "an embedding in each layer (hidden_size_per_layer_input)"
     elif config.get("word_embed_proj_dim", config.get("hidden_size")) != config.get("hidden_size"):
         reason = "an embedding narrower than its layers (word_embed_proj_dim)"
-    elif any(config.get(key) for key in SOME_LAYERS) or config.get("decoder_sparse_step", 1) != 1:
+    elif any(config.get(key) for key in WITHOUT_EXPERTS) or any(
+        config.get(key) not in (None, 1) for key in APART
+    ):
         reason = "layers with experts beside layers without"
     if reason:
         called = kind or architectures or "this model"
@@ -387,10 +396,13 @@ def _fill_experts(
         what = f"model_type {shown(kind)}" if kind not in FAMILIES else "num_experts_per_tok"
         raise ValueError(
             f"{where} has {sizes['experts']} experts, and {what} is not known here: the planner "
-            "counts the experts of Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DBRX and gpt-oss"
+            "counts the experts of Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DBRX, gpt-oss, MiniMax-M2 "
+            "and Llama 4 Scout"
         )
     sizes["ffn_size"] = expert_size or sizes["ffn_size"]
     sizes["shared_size"] = _whole(config, "shared_expert_intermediate_size", where) or 0
+    if kind in SHARES_ONE:
+        sizes["shared_size"] = sizes["ffn_size"]
     notes.append("its experts are sharded as all weights are: expert parallelism is not counted")
 
 
@@ -398,10 +410,16 @@ def _tokens(
     allowed: int | None, asked: int | None, learned: bool, where: str, notes: list[str]
 ) -> int:
     if asked is None:
-        if allowed is None:
+        if allowed is None and learned:
             raise ValueError(
                 f"{where} does not say how long a sequence may be: add --sequence-length"
             )
+        if allowed is None:
+            notes.append(
+                f"sequences have {USUAL_TOKENS:,} tokens here, and the file does not say how many: "
+                "say yours with --sequence-length"
+            )
+            return USUAL_TOKENS
         if allowed > USUAL_TOKENS:
             notes.append(
                 f"sequences have {USUAL_TOKENS:,} tokens here, where the file allows {allowed:,}: "

@@ -187,6 +187,99 @@ PUBLISHED = {
         3_030_371_328,
     ),
     "olmo-2-7b": (decoder("olmo2", 4096, 32, 32, 32, 11008, 100352), 7_298_617_344),
+    "llama3.1-405b": (
+        decoder("llama", 16384, 126, 128, 8, 53248, 128256, 131072),
+        405_853_388_800,
+    ),
+    "mistral-nemo-12b": (
+        decoder("mistral", 5120, 40, 32, 8, 14336, 131072, head_dim=128),
+        12_247_782_400,
+    ),
+    "qwen3-235b-a22b": (
+        decoder(
+            *("qwen3_moe", 4096, 94, 64, 4, 12288, 151936),
+            **QWEN3_MIXTURE | {"moe_intermediate_size": 1536},
+            head_dim=128,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        ),
+        235_093_634_560,
+    ),
+    "qwen2-57b-a14b": (
+        decoder(
+            *("qwen2_moe", 3584, 28, 28, 4, 18944, 151936),
+            num_experts=64,
+            num_experts_per_tok=8,
+            moe_intermediate_size=2560,
+            shared_expert_intermediate_size=20480,
+        ),
+        57_409_106_944,
+    ),
+    "gemma-2-27b": (
+        decoder("gemma2", 4608, 46, 32, 16, 36864, 256000, head_dim=128),
+        27_227_128_320,
+    ),
+    "gemma-3-1b": (
+        decoder("gemma3_text", 1152, 26, 4, 1, 6912, 262144, head_dim=256),
+        999_885_952,
+    ),
+    "phi-4": (decoder("phi3", 5120, 40, 40, 10, 17920, 100352), 14_659_507_200),
+    "gpt-neox-20b": (
+        decoder("gpt_neox", 6144, 44, 64, None, 24576, 50432, 2048, tie_word_embeddings=False),
+        20_554_567_680,
+    ),
+    "bloom-176b": (
+        {
+            "model_type": "bloom",
+            "n_embed": 14336,
+            "n_layer": 70,
+            "num_attention_heads": 112,
+            "vocab_size": 250880,
+        },
+        176_247_271_424,
+    ),
+    "falcon-rw-1b": (
+        {
+            "model_type": "falcon",
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 24,
+            "alibi": True,
+            "bias": True,
+            "multi_query": False,
+            "new_decoder_architecture": False,
+            "vocab_size": 50304,
+        },
+        1_311_625_216,
+    ),
+    "starcoder": (
+        {
+            "model_type": "gpt_bigcode",
+            "n_embd": 6144,
+            "n_head": 48,
+            "n_inner": 24576,
+            "n_layer": 40,
+            "n_positions": 8192,
+            "multi_query": True,
+            "vocab_size": 49152,
+        },
+        15_517_456_384,
+    ),
+    "olmoe-1b-7b": (
+        decoder(*("olmoe", 2048, 16, 16, 16, 1024, 50304), num_experts=64, num_experts_per_tok=8),
+        6_919_161_856,
+    ),
+    "gpt-oss-120b": (
+        decoder(
+            *("gpt_oss", 2880, 36, 64, 8, 2880, 201088),
+            head_dim=64,
+            num_local_experts=128,
+            num_experts_per_tok=4,
+            layer_types=["sliding_attention", "full_attention"] * 18,
+        ),
+        116.83e9,
+    ),
+    "command-r": (decoder("cohere", 8192, 40, 64, 64, 22528, 256000, 8192), 34_980_831_232),
     "chatglm3-6b": (
         {
             "model_type": "chatglm",
@@ -252,6 +345,34 @@ def test_a_text_model_inside_another_is_counted_with_what_it_leaves_out():
     assert "only the text model" in of_config(flat, "x").notes[0]
 
 
+SCOUT = decoder(
+    *("llama4_text", 5120, 48, 40, 8, 8192, 202048),
+    head_dim=128,
+    num_local_experts=16,
+    num_experts_per_tok=1,
+    intermediate_size_mlp=16384,
+    interleave_moe_layer_step=1,
+)
+
+
+def test_experts_in_every_layer_are_counted_and_in_some_layers_refused():
+    scout = of_config({"model_type": "llama4", "text_config": SCOUT}, "x").shape
+    assert scout.num_parameters == pytest.approx(107_769_861_120, rel=5e-3)  # transformers 5.23
+    for others in (
+        {"interleave_moe_layer_step": 2},  # Maverick
+        {"moe_layer_freq": [0] + [1] * 47},  # Moonlight and others of DeepSeek-V3's kind
+        {"first_k_dense_replace": 3},
+        {"moe_layer_start_index": 1},  # ERNIE 4.5
+    ):
+        with pytest.raises(ValueError, match="layers with experts beside layers without"):
+            of_config(SCOUT | others, "x")
+    inside = decoder(
+        *("qwen3_vl_moe_text", 2048, 48, 32, 4, 6144, 151936), head_dim=128, **QWEN3_MIXTURE
+    )
+    found = of_config({"model_type": "qwen3_vl_moe", "text_config": inside}, "x")
+    assert found.shape.num_parameters == pytest.approx(30_532_122_624, rel=5e-3)
+
+
 def test_a_family_that_is_not_known_counts_as_a_llama_and_says_so():
     found = of_config(LLAMA2_7B | {"model_type": "our_model"}, "x")
     assert found.shape.num_parameters == 6_738_415_616
@@ -265,6 +386,9 @@ def test_how_long_a_sequence_is():
     assert "where the file allows 131,072" in found.notes[0]
     assert of_config(long, "x", 32768).shape.sequence_length == 32768
     assert of_config(LLAMA2_7B, "x").shape.sequence_length == 2048
+    unsaid = of_config(LLAMA2_7B | {"max_position_embeddings": None}, "x")
+    assert unsaid.shape.sequence_length == 4096
+    assert "the file does not say how many: say yours" in unsaid.notes[0]
     # with learned positions shorter sequences leave the weights as they are, longer ones are not
     short = of_config(gpt2(768, 12, 12), "x", 256)
     assert short.shape.num_parameters == 124_439_808
@@ -297,7 +421,7 @@ def test_how_long_a_sequence_is():
         (LLAMA2_7B | {"hidden_size": -1}, "hidden_size=-1, where a whole number"),
         (LLAMA2_7B | {"intermediate_size": [11008] * 32}, "is a list, one for each layer"),
         (LLAMA2_7B | {"hidden_size": None}, "lacks hidden_size .it begins with model_type"),
-        (LLAMA2_7B | {"max_position_embeddings": None}, "add --sequence-length"),
+        (gpt2(768, 12, 12) | {"n_ctx": None, "n_positions": None}, "add --sequence-length"),
         ({}, "lacks num_hidden_layers, hidden_size, num_attention_heads, vocab_size"),
         ({"peft_type": "LORA", "base_model_name_or_path": "a/b"}, "an adapter .LoRA.: give the co"),
         ({"metadata": {}, "weight_map": {}}, "the index of files of weights"),
