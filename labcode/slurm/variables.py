@@ -220,6 +220,57 @@ def _proxy(env: Env, where: Where) -> str | None:
     return proxies[0]
 
 
+def _chosen(env: Env) -> list[str] | None:
+    """The algorithms that NCCL_ALGO allows for all collectives; None if it is no plain list."""
+    value = env["NCCL_ALGO"].strip()
+    if value.startswith("^") or ":" in value:
+        return None
+    known = f"{ALGORITHMS}|CollNet"  # an older name for both of its kinds
+    told = value.lower().split(",")
+    return [name for name in told if re.fullmatch(known, name, re.IGNORECASE)]
+
+
+def _no_algorithm(env: Env, where: Where) -> str | None:
+    return "" if _chosen(env) == [] else None
+
+
+def _no_ring(env: Env, where: Where) -> str | None:
+    chosen = _chosen(env)
+    return "" if chosen and "ring" not in chosen else None
+
+
+def _ring_is_left(env: Env, where: Where) -> str | None:
+    chosen = _chosen(env)
+    return "" if chosen is None or "ring" in chosen else None
+
+
+def _masked_twice(second: str) -> Test:
+    """Numbers of AMD GPUs that are not there: the second variable counts what the first leaves."""
+
+    def test(env: Env, where: Where) -> str | None:
+        left = len(env["ROCR_VISIBLE_DEVICES"].split(","))
+        return "" if any(int(one) >= left for one in env[second].split(",")) else None
+
+    return test
+
+
+def _masked_rules() -> list[Rule]:
+    rules = []
+    for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        rules.append(
+            Rule(
+                when={"ROCR_VISIBLE_DEVICES": ANY, name: "[0-9]{1,4}(,[0-9]{1,4})*"},
+                means="the second counts among the GPUs that the first leaves, from 0: there is no "
+                "such number, and no GPU is found",
+                cure=f"unset {name}: SLURM sets ROCR_VISIBLE_DEVICES on AMD GPUs",
+                source="ROCm: GPU isolation techniques; github.com/Parsl/parsl/issues/3858",
+                test=_masked_twice(name),
+                is_wrong=True,
+            )
+        )
+    return rules
+
+
 # ---- the table
 
 ON = "[^0f].*"  # neither 0 nor false
@@ -230,6 +281,8 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 LIBFABRIC = {"FI_PROVIDER": ANY, "NCCL_NET": "(?!ib$|socket$).+", "NCCL_NET_PLUGIN": "(?!none$).+"}
 NO_IB = "so that this is not read"
+ALGORITHMS = "Tree|Ring|CollNetDirect|CollNetChain|NVLS|NVLSTree|PAT"
+LEVELS = "version|warn|info|abort|trace"
 GONE = {  # variable: what the documentation of NCCL says of it
     "NCCL_IB_CUDA_SUPPORT": "removed in 2.4; NCCL_NET_GDR_LEVEL took its place",
     "NCCL_SINGLE_RING_THRESHOLD": "removed in 2.3",
@@ -303,6 +356,14 @@ RULES: tuple[Rule, ...] = (
         source="PyTorch: ProcessGroupGloo, GLOO_SOCKET_IFNAME",
         unless={"GLOO_SOCKET_IFNAME": "="},
         test=lambda env, where: "" if where.interfaces is None else None,
+        is_wrong=True,
+    ),
+    Rule(
+        when={"NCCL_SOCKET_IFNAME": r"[\^=]*[^\^=].*[\^=].*"},
+        means="^ and = are read at the beginning alone, where they hold for the whole list: no "
+        "interface begins so",
+        cure="write ^docker,lo for all but these, =eth0,eth1 for exactly these",
+        source="NCCL: NCCL_SOCKET_IFNAME; src/misc/socket.cc",
         is_wrong=True,
     ),
     Rule(
@@ -410,11 +471,29 @@ RULES: tuple[Rule, ...] = (
     # how NCCL computes
     Rule(
         when={"NCCL_ALGO": ANY},
+        means=f"NCCL knows no such algorithm, only {ALGORITHMS.replace('|', ', ')}; names that it "
+        "does not know are left out, and then none is left",
+        cure="unset NCCL_ALGO",
+        source="NCCL: src/graph/tuning.cc, parseList",
+        test=_no_algorithm,
+        is_wrong=True,
+    ),
+    Rule(
+        when={"NCCL_ALGO": ANY},
+        means="only Ring can broadcast, and it is left out: NCCL 2.26 ends DDP at its start, with "
+        "'no algorithm/protocol available for function Broadcast'; 2.21 took Ring all the same",
+        cure="unset NCCL_ALGO, or say for which collective: NCCL_ALGO=allreduce:{NCCL_ALGO}",
+        source="github.com/pytorch/pytorch/pull/163063, github.com/NVIDIA/nccl/issues/1304",
+        test=_no_ring,
+    ),
+    Rule(
+        when={"NCCL_ALGO": ANY},
         means="NCCL no longer chooses the algorithm by the size of each message; one that is good "
         "for large messages is slow for small ones, and a collective that has no such algorithm "
         "may fail",
         cure="unset NCCL_ALGO, unless the order of sums has to be the same in each run",
         source="NCCL: NCCL_ALGO; src/graph/tuning.cc",
+        test=_ring_is_left,
     ),
     Rule(
         when={"NCCL_PROTO": r"(?!\^).*ll128.*"},
@@ -432,6 +511,12 @@ RULES: tuple[Rule, ...] = (
     ),
     *_gone_rules(),
     # what is printed
+    Rule(
+        when={"NCCL_DEBUG": rf"(?!(?:{LEVELS})$).+"},
+        means=f"NCCL knows only {LEVELS.replace('|', ', ').upper()}: nothing is printed",
+        cure="export NCCL_DEBUG=INFO",
+        source="NCCL: src/debug.cc, ncclParamDebugLevel",
+    ),
     Rule(
         when={"NCCL_DEBUG_SUBSYS": ANY},
         means="it chooses among the lines of NCCL_DEBUG=INFO, which is not set: it does nothing",
@@ -536,6 +621,7 @@ RULES: tuple[Rule, ...] = (
         cure="use device 0 in each task, or --gpus-per-node in place of --gpus-per-task",
         source="SLURM: --gpus-per-task, --gpu-bind",
     ),
+    *_masked_rules(),
     Rule(
         when={"OMP_NUM_THREADS": ANY},
         means="that is no number of threads",

@@ -41,6 +41,8 @@ if "long" in sys.argv:
 """
 # stands for torchrun where only its words and its place matter
 AGENT = '#!/bin/sh\necho "agent on $(uname -n): $*"\n'
+# what conda's program says where its shell function is missing
+CONDA = "#!/bin/sh\necho \"CondaError: Run 'conda init' before 'conda activate'\"\nexit 1\n"
 TASKS = "#SBATCH --nodes=2 --ntasks-per-node={}\n"
 EACH = "#SBATCH --nodes=2\n"
 B = "#SBATCH --signal=B:USR1@60\n"
@@ -87,6 +89,12 @@ PAIRS = {
         "#SBATCH --gpu-per-node=1\nhostname\n",
         "unrecognized option",
         "#SBATCH --gpus-per-node=1\nhostname\n",
+        "COMPLETED",
+    ),
+    "S04, an underscore": Pair(
+        "#SBATCH --ntasks_per_node=2\nhostname\n",
+        "unrecognized option",
+        "#SBATCH --ntasks-per-node=2\nhostname\n",
         "COMPLETED",
     ),
     "S05": Pair(
@@ -167,6 +175,14 @@ PAIRS = {
         "SLURM_JOB_ID)) train.py\n",
         r"rank \d of 2 ",
     ),
+    "S23, too few agents": Pair(
+        EACH + f"srun -n1 {TORCHRUN} --nnodes=2 --rdzv-backend=c10d --rdzv-conf=join_timeout=3 "
+        "--rdzv-endpoint=localhost:$((30000 + SLURM_JOB_ID)) train.py\n",
+        "RendezvousTimeoutError",
+        EACH + f"srun {TORCHRUN} --nnodes=2 --rdzv-backend=c10d --rdzv-conf=join_timeout=60 "
+        "--rdzv-endpoint=n1:$((30000 + SLURM_JOB_ID)) train.py\n",
+        r"rank \d of 2 ",
+    ),
     "S24": Pair(
         "#SBATCH --ntasks-per-node=2\nsrun -K ./torchrun --standalone --nproc-per-node=2 a.py\n",
         "(agent on n1.*\n){2}",
@@ -192,19 +208,17 @@ PAIRS = {
         TASKS.format(2) + "#SBATCH --gpus-per-node=2\nsrun -K python train.py\n",
         r"\A(.* sees 0,1 .*\n){4}",
     ),
+    "S53, a task for each GPU": Pair(
+        "#SBATCH --ntasks-per-node=2 --gres=gpu:2\npython train.py\n",
+        r"\A(rank .*\n){1}(?!rank)",
+        "#SBATCH --ntasks-per-node=2 --gres=gpu:2\nsrun -K python train.py\n",
+        r"\A(rank .*\n){2}",
+    ),
     "S53": Pair(
         EACH + "python train.py\n",
         r"\A(?!(.*\n)*.* on n2)(.*\n)*.* on n1",
         EACH + "srun -K python train.py\n",
         " on n2",
-    ),
-    "S54": Pair(
-        EACH + f"srun -n1 {TORCHRUN} --nnodes=2 --rdzv-backend=c10d --rdzv-conf=join_timeout=3 "
-        "--rdzv-endpoint=localhost:$((30000 + SLURM_JOB_ID)) train.py\n",
-        "RendezvousTimeoutError",
-        EACH + f"srun {TORCHRUN} --nnodes=2 --rdzv-backend=c10d --rdzv-conf=join_timeout=60 "
-        "--rdzv-endpoint=n1:$((30000 + SLURM_JOB_ID)) train.py\n",
-        r"rank \d of 2 ",
     ),
     "S55": Pair(
         EACH + "srun -K ./torchrun --nnodes=2 --node-rank=$SLURM_NODEID --master-addr=n1 t.py\n",
@@ -244,6 +258,12 @@ PAIRS = {
         EACH + 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
         'getent hosts "$MASTER_ADDR" || echo no host\n',
         r"\A10\.",
+    ),
+    "S62, GPUs of the job and of its tasks": Pair(
+        "#SBATCH --ntasks=2 --gpus=1 --gpus-per-task=1\nhostname\n",
+        "requested tasks differ",
+        "#SBATCH --ntasks=2 --gpus=2 --gpus-per-task=1\nhostname\n",
+        "COMPLETED",
     ),
     "S62": Pair(
         "#SBATCH --mem=1G --mem-per-cpu=100M\nhostname\n",
@@ -289,11 +309,47 @@ PAIRS = {
         "srun --overlap python train.py long &\nsrun --overlap hostname\nwait\n",
         r"\A(?!(.*\n)*.*disabled)(.*\n)*n1\n",
     ),
+    "S69, the memory of the job": Pair(
+        "#SBATCH --ntasks=2 --mem=900M\nsrun -n1 -c1 python train.py long &\n"
+        "srun -n1 -c1 hostname &\nwait\n",
+        "step creation temporarily disabled",
+        "#SBATCH --ntasks=2 --mem=900M\nsrun -n1 -c1 --mem=300M python train.py long &\n"
+        "srun -n1 -c1 --mem=300M hostname &\nwait\n",
+        r"\A(?!(.*\n)*.*disabled)(.*\n)*n1\n",
+    ),
+    "S69, the GPUs of the job": Pair(
+        "#SBATCH --ntasks=2 --mem=900M --gres=gpu:2\n"
+        "srun -n1 --exact --mem=300M python train.py long &\n"
+        "srun -n1 --exact --mem=300M hostname &\nwait\n",
+        "step creation temporarily disabled",
+        "#SBATCH --ntasks=2 --mem=900M --gres=gpu:2\n"
+        "srun -n1 --exact --mem=300M --gres=gpu:1 python train.py long &\n"
+        "srun -n1 --exact --mem=300M --gres=gpu:1 hostname &\nwait\n",
+        r"\A(?!(.*\n)*.*disabled)(.*\n)*n1\n",
+    ),
+    "S69, in a loop": Pair(
+        "for one in a b; do\n    srun python train.py long &\ndone\nwait\n",
+        "step creation temporarily disabled",
+        "for one in a b; do\n    srun --overlap python train.py long &\ndone\nwait\n",
+        r"\A(?!(.*\n)*.*disabled)(.*\n)*still there\n",
+    ),
     "S70": Pair(
         TASKS.format(2) + "srun -K --ntasks-per-node=1 python train.py\n",
         r"(rank .*\n){4}",
         TASKS.format(2) + "srun -K --ntasks=2 python train.py\n",
         r"\A(rank .*\n){2}(?!rank)",
+    ),
+    "S70, nodes without a task": Pair(
+        "#SBATCH --nodes=2 --ntasks=1\necho $SLURM_NNODES nodes\n",
+        "^1 nodes",
+        "#SBATCH --nodes=2 --ntasks=2\necho $SLURM_NNODES nodes\n",
+        "^2 nodes",
+    ),
+    "S70, a number beside a maximum": Pair(
+        "#SBATCH --nodes=1 --ntasks=1 --ntasks-per-node=2\nsrun -K python train.py\n",
+        r"\A(rank .*\n){1}(?!rank)",
+        "#SBATCH --nodes=1 --ntasks=2 --ntasks-per-node=2\nsrun -K python train.py\n",
+        r"\A(rank .*\n){2}",
     ),
     "S71": Pair(
         "#SBATCH --signal=USR1@60\nsrun -K bash -c 'python train.py linger; echo end'\n",
@@ -302,12 +358,28 @@ PAIRS = {
         "saved\n(.*\n)*.*COMPLETED",
         TO_STEPS,
     ),
+    "S72": Pair(
+        "#SBATCH --nodes=1 --exclusive -c 1\nsrun -K -c 1 python train.py\n",
+        r"\A(rank .*\n){4}",
+        "#SBATCH --nodes=1 --exclusive -c 1\nsrun -K -n 1 -c 1 python train.py\n",
+        r"\A(rank .*\n){1}(?!rank)",
+    ),
+    "S73": Pair(
+        "PATH=$PWD:$PATH\nconda activate env\n",
+        "Run 'conda init' before 'conda activate'",
+        "PATH=$PWD:$PATH\nsource conda.sh\nconda activate env\n",
+        "^activate env in this shell$",
+    ),
+    "S74": Pair(
+        EACH + "srun -K ./mpirun python train.py\n",
+        r"\A(agent on .*\n){2}",
+        EACH + "./mpirun python train.py\n",
+        r"\A(agent on .*\n){1}(?!agent)",
+    ),
 }
 NOT_HERE = {
     "S03": "a script of text alone: held by the next test",
-    "S07": "a script with DOS line breaks: held by the next test",
     "S11": "an array: held by a test of its own",
-    "S13": "needs a cluster with JobRequeue=0",
     "S16": "SLURM looks at the clock every half minute",
     "S25": "a name of another cluster",
     "S26": "two jobs, and the port of one machine",
@@ -317,28 +389,30 @@ NOT_HERE = {
     "S42": "labcode's own; held by tests/unit",
     "S43": "compares with the job that the script was made for",
     "S46": "NCCL's and PyTorch's; held by tests/unit/test_variables.py",
-    "S47": "this cluster has no limit",
-    "S48": "a site's number; held by the next test",
-    "S49": "a site's number; held by the next test",
+    "S47": "a site's numbers; held by the next test",
     "S51": "held by tests/slurm/test_preemption.py",
     "S52": "labcode's own",
     "S56": "a time-out of minutes",
     "S65": "an array: held by a test of its own",
+    "S75": "needs pyxis or Apptainer",
 }
 
 
 def test_each_rule_is_confirmed_or_says_why_it_is_not():
     numbers = {rule.number for rule in RULES}
-    assert set(PAIRS) | set(NOT_HERE) == numbers
-    assert not set(PAIRS) & set(NOT_HERE)
+    shown = {name[:3] for name in PAIRS}
+    assert shown | set(NOT_HERE) == numbers
+    assert not shown & set(NOT_HERE)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(TRAIN)
-    agent = tmp_path / "torchrun"
-    agent.write_text(AGENT)
-    agent.chmod(0o755)
+    for name, text in (("torchrun", AGENT), ("mpirun", AGENT), ("conda", CONDA)):
+        program = tmp_path / name
+        program.write_text(text)
+        program.chmod(0o755)
+    (tmp_path / "conda.sh").write_text('conda() { echo "$* in this shell"; }\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OF_THE_USER", "yes")
     return tmp_path
@@ -375,20 +449,21 @@ def told(cluster, name, text, signal=()):
     return written + "\n" + " ".join(states(cluster, number))
 
 
-@pytest.mark.parametrize("number", PAIRS)
-def test_slurm_does_what_the_rule_says(cluster2, folder, number):
-    pair = PAIRS[number]
+@pytest.mark.parametrize("name", PAIRS)
+def test_slurm_does_what_the_rule_says(cluster2, folder, name):
+    pair = PAIRS[name]
+    number = name[:3]
     wrong, right = (text.replace("{python}", sys.executable) for text in (pair.wrong, pair.right))
     assert number in {problem.rule for problem in lint("#!/bin/bash\n" + wrong)}
     assert number not in {problem.rule for problem in lint("#!/bin/bash\n" + right)}
     signals = [pair.signal, pair.signal]
     if number == "S14":  # there the right script gets the signal
         signals[1] = TO_SCRIPT
-    for name, text, expected, signal in zip(
+    for which, text, expected, signal in zip(
         ("wrong", "right"), (wrong, right), (pair.shown, pair.instead), signals
     ):
-        said = told(cluster2, name, text, signal)
-        assert re.search(expected, said, re.MULTILINE), f"{name}: {said}"
+        said = told(cluster2, which, text, signal)
+        assert re.search(expected, said, re.MULTILINE), f"{which}: {said}"
 
 
 def test_sbatch_refuses_what_the_rules_of_the_first_line_and_of_the_site_refuse(cluster2, folder):

@@ -5,8 +5,6 @@ from labcode.slurm.lint.rule import Facts
 FACTS = {
     "S43": Facts(world_size=8),
     "S47": Facts(max_minutes=1440),
-    "S48": Facts(gpus_per_node=4),
-    "S49": Facts(max_nodes=8),
 }
 
 EXAMPLES = {
@@ -34,10 +32,6 @@ EXAMPLES = {
         "#!/bin/bash\n#SBATCH --output=$HOME/logs/%x-%j.out\n",
         "#!/bin/bash\n#SBATCH --output=logs/%x-%j.out\n",
     ),
-    "S07": (
-        "#!/bin/bash\r\n#SBATCH --nodes=2\r\n",
-        "#!/bin/bash\n#SBATCH --nodes=2\n",
-    ),
     "S08": (
         "#!/bin/bash\n#SBATCH --nodes=2\nsrun hostname\n",
         "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --time=00:10:00\nsrun hostname\n",
@@ -53,13 +47,6 @@ EXAMPLES = {
     "S12": (
         "#!/bin/bash\n#SBATCH --requeue\n#SBATCH --output=%x-%j.out\n",
         "#!/bin/bash\n#SBATCH --requeue\n#SBATCH --open-mode=append\n#SBATCH --output=%x-%j.out\n",
-    ),
-    "S13": (
-        '#!/bin/bash\n#SBATCH --open-mode=append\nscontrol requeue "$SLURM_JOB_ID"\n',
-        "#!/bin/bash\n"
-        "#SBATCH --requeue\n"
-        "#SBATCH --open-mode=append\n"
-        'scontrol requeue "$SLURM_JOB_ID"\n',
     ),
     "S14": (
         "#!/bin/bash\n#SBATCH --signal=USR1@60\ntrap save USR1\n",
@@ -212,14 +199,6 @@ EXAMPLES = {
         "#!/bin/bash\n#SBATCH --time=2-00:00:00\n",
         "#!/bin/bash\n#SBATCH --time=12:00:00\n",
     ),
-    "S48": (
-        "#!/bin/bash\n#SBATCH --gres=gpu:a100:8\n",
-        "#!/bin/bash\n#SBATCH --gres=gpu:a100:4\n",
-    ),
-    "S49": (
-        "#!/bin/bash\n#SBATCH --nodes=16\n",
-        "#!/bin/bash\n#SBATCH --nodes=4\n",
-    ),
     "S51": (
         "#!/bin/bash\n"
         "#SBATCH --signal=B:USR1@60\n"
@@ -245,16 +224,6 @@ EXAMPLES = {
         "#SBATCH --nodes=2\n"
         "#SBATCH --ntasks-per-node=1\n"
         "srun --kill-on-bad-exit=1 python train.py\n",
-    ),
-    "S54": (
-        "#!/bin/bash\n"
-        "#SBATCH --nodes=2\n"
-        "#SBATCH --ntasks-per-node=1\n"
-        "srun -n1 torchrun --nnodes=2 train.py\n",
-        "#!/bin/bash\n"
-        "#SBATCH --nodes=2\n"
-        "#SBATCH --ntasks-per-node=1\n"
-        "srun torchrun --nnodes=2 train.py\n",
     ),
     "S55": (
         "#!/bin/bash\n"
@@ -389,5 +358,21 @@ EXAMPLES = {
         "trap 'scancel --signal=USR1 $SLURM_JOB_ID' USR1\n"
         "srun bash -c 'cd run; exec python train.py' &\n"
         "wait\n",
+    ),
+    "S72": (
+        "#!/bin/bash\n#SBATCH --nodes=1 --exclusive -c 8\nsrun -K -c 8 python a.py\n",
+        "#!/bin/bash\n#SBATCH --nodes=1 --exclusive -c 8\nsrun -K -n 1 -c 8 python a.py\n",
+    ),
+    "S73": (
+        "#!/bin/bash\nmodule load cuda\nconda activate env\npython a.py\n",
+        "#!/bin/bash\nsource /opt/conda/etc/profile.d/conda.sh\nconda activate env\npython a.py\n",
+    ),
+    "S74": (
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1\nsrun -K mpirun python a.py\n",
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1\nmpirun python a.py\n",
+    ),
+    "S75": (
+        "#!/bin/bash\nsrun --container-image=a.sqsh bash -c 'scontrol requeue $SLURM_JOB_ID'\n",
+        "#!/bin/bash\nsrun --container-image=a.sqsh python a.py\nscontrol requeue $SLURM_JOB_ID\n",
     ),
 }

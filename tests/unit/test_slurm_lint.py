@@ -59,10 +59,10 @@ def test_nothing_is_said_about_a_good_script():
 def test_a_script_is_read_as_sbatch_and_bash_read_it():
     script = BatchJob(GOOD)
     assert (
-        script.number("nodes"),
+        script.first.number("nodes"),
         script.ranks_per_node,
         script.world_size,
-        script.gpus_per_node,
+        script.first.gpus_per_node,
     ) == (2, 2, 4, 2)
     assert script.minutes == 10 and script.multi_node
     assert [command.line for command in script.sruns] == [18]
@@ -70,7 +70,7 @@ def test_a_script_is_read_as_sbatch_and_bash_read_it():
     assert script.found("labcode.train")[0].text.endswith(
         "--parallel.tp 2 --checkpoint.resume --checkpoint.every 100 )"
     )
-    assert not script.torchruns and script.option("requeue").line == 7
+    assert not script.torchruns and script.first.option("requeue").line == 7
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,29 @@ def test_time_limits_are_read_in_all_forms_of_slurm(text, expected):
         ("--gres=gpu:2", 2),
         ("--gres=gpu:h100:8,nvme:1", 8),
         ("-G 8 -N 2", 4),
+        ("--tres-per-task=cpu=8,gres/gpu:a100:2 -n 2", 4),
         ("--gpus-per-task=1 --ntasks-per-node=4", 4),
         ("--gres=nvme:1", None),
     ],
 )
 def test_gpus_are_counted_in_whichever_way_they_are_asked_for(directives, gpus):
-    assert BatchJob(f"#!/bin/bash\n#SBATCH {directives}\n").gpus_per_node == gpus
+    assert BatchJob(f"#!/bin/bash\n#SBATCH {directives}\n").first.gpus_per_node == gpus
+
+
+@pytest.mark.parametrize(
+    ("directives", "found"),
+    [
+        ("--time=2-00:00:00", "2880, the site's limit is 1440 minutes"),
+        ("--gres=gpu:a100:8", "8, the site's limit is 4 GPUs on a node"),
+        ("--nodes=16", "16, the site's limit is 8 nodes"),
+        ("--nodes=8 --time=1-0 --gres=gpu:4", None),
+    ],
+)
+def test_a_job_is_compared_with_each_limit_of_the_site(directives, found):
+    site = Facts(max_minutes=1440, max_nodes=8, gpus_per_node=4)
+    rule = next(rule for rule in RULES if rule.number == "S47")
+    job = BatchJob(f"#!/bin/bash\n#SBATCH {directives}\n")
+    assert [text for _, text in rule.find(job, site)] == ([found] if found else [])
 
 
 def test_problems_come_in_the_order_of_lines_and_say_what_was_found():

@@ -105,6 +105,28 @@ BITE = {
     ),
     "a meeting place of each node": ({"MASTER_ADDR": "localhost"}, TWO_NODES, "meeting place"),
     "an algorithm for all sizes": ({"NCCL_ALGO": "Ring"}, Where(), "no longer chooses"),
+    "an algorithm that there is not": ({"NCCL_ALGO": "Rings"}, Where(), "knows no such algorithm"),
+    "no algorithm for a broadcast": (
+        {"NCCL_ALGO": "Tree"},
+        Where(),
+        "available for function Broadcast",
+    ),
+    "a level that there is not": ({"NCCL_DEBUG": "DEBUG"}, Where(), "nothing is printed"),
+    "a sign within the list": (
+        {"NCCL_SOCKET_IFNAME": "eth0,^docker0"},
+        Where(),
+        "at the beginning alone",
+    ),
+    "AMD GPUs that are masked twice": (
+        {"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"},
+        Where(),
+        "no GPU is found",
+    ),
+    "AMD GPUs that are masked twice, by the name of CUDA": (
+        {"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"},
+        Where(),
+        "counts among the GPUs",
+    ),
     "a protocol that may corrupt": ({"NCCL_PROTO": "LL128"}, Where(), "wrong data"),
     "a variable that is gone": ({"NCCL_TREE_THRESHOLD": "0"}, Where(), "removed in 2.5"),
     "memory of another job": (
@@ -152,6 +174,17 @@ RIGHT = {
             "SLURM_MEM_PER_NODE": "4000",
         },
         Where(nodes=2, cores=8, host="gpu07.cluster", is_shell=True),
+    ),
+    "AMD GPUs, each counted from 0": (
+        {"ROCR_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "0,1"},
+        Where(),
+    ),
+    "all but two interfaces, by beginnings": ({"NCCL_SOCKET_IFNAME": "^lo,docker"}, TWO_NODES),
+    "all but one, by its whole name": ({"NCCL_SOCKET_IFNAME": "^=docker0"}, TWO_NODES),
+    # torchtitan's script for EFA
+    "one network for NCCL alone": (
+        {"NCCL_SOCKET_IFNAME": "eth0,en,eth,em,bond", "NCCL_DEBUG": "WARN", "FI_PROVIDER": "efa"},
+        TWO_NODES,
     ),
     "a time-out of InfiniBand": ({"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "7"}, WITH_CARDS),
     "one network for both": (

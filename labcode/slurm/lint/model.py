@@ -13,7 +13,7 @@ from labcode.slurm.lint.launches import TORCHRUN, Launch, launches, starts_ranks
 from labcode.slurm.lint.parse import Command, Directive, Script
 
 # one entry of --gpus-per-node or --gres: 4, a100:4, gpu:a100:4(S:0-1), and gpu, which is one
-_OTHER = r"(?:nvme|shard|mps|tmp|lscratch|ssd|craynetwork|bandwidth)\b"
+_OTHER = r"(?:nvme|shard|mps|tmp|lscratch|ssd|craynetwork|bandwidth|cpu|mem)\b"
 _GPUS = re.compile(
     rf"(?:gres/)?(?!{_OTHER})(?:gpu(?::|$))?(?:[A-Za-z][\w.-]*(?::|$))?(\d*)(?:\(.*\))?"
 )
@@ -51,17 +51,18 @@ class Component:
         digits = re.match(r"\d+", self.value(name) or "")
         return int(digits[0]) if digits else None
 
-    def line_of(self, name: str) -> int:
-        """The line of that directive, else the first of the script."""
-        found = self.option(name)
-        return found.line if found else 1
+    def line_of(self, *names: str) -> int:
+        """The line of the first of these directives that is there, else the first line."""
+        found = [option.line for option in map(self.option, names) if option]
+        return found[0] if found else 1
 
     @property
     def nodes(self) -> int | None:
         """How many it has; None if the command line of sbatch is to say it."""
-        if self.option("nodes") is not None:
-            return self.number("nodes")
         tasks = self.number("ntasks")
+        nodes = self.number("nodes")
+        if self.option("nodes") is not None:  # sbatch leaves out those that would have no task
+            return min(nodes, tasks) if nodes and tasks else nodes
         on_each = self.number("ntasks-per-node")
         if tasks and on_each:
             return math.ceil(tasks / on_each)
@@ -85,12 +86,12 @@ class Component:
     @property
     def tasks_per_node(self) -> int | None:
         """Tasks of a node, one where nothing is said; None if nobody knows."""
+        tasks = self.number("ntasks")
+        if tasks and self.nodes:  # this comes first: beside it --ntasks-per-node is a maximum
+            return math.ceil(tasks / self.nodes)
         on_each = self.number("ntasks-per-node")
         if on_each:
             return on_each
-        tasks = self.number("ntasks")
-        if tasks and self.nodes:
-            return math.ceil(tasks / self.nodes)
         per_gpu = self.number("ntasks-per-gpu")
         if per_gpu:
             return per_gpu * self.gpus_per_node if self.gpus_per_node else None
@@ -103,18 +104,17 @@ class Component:
             counted = gpus(self.value(name))
             if counted is not None:
                 return counted
-        per_task = gpus(self.value("gpus-per-task"))
-        tasks = self.number("ntasks-per-node") or self.number("ntasks")
-        if per_task is not None and tasks:
-            on_each = self.number("ntasks-per-node") or math.ceil(tasks / (self.nodes or 1))
-            return per_task * on_each
+        per_task = gpus(self.value("gpus-per-task") or self.value("tres-per-task"))
+        counted = self.option("ntasks") or self.option("ntasks-per-node")
+        if per_task is not None and counted and self.tasks_per_node:
+            return per_task * self.tasks_per_node
         in_all = gpus(self.value("gpus"))
         return in_all // (self.nodes or 1) if in_all is not None else None
 
 
 def gpus(value: str | None) -> int | None:
     """How many GPUs `4`, `a100:4` or `gpu:a100:4,nvme:1` are; None for none that is counted."""
-    for entry in (value or "").split(","):
+    for entry in (value or "").replace("=", ":").split(","):
         counted = _GPUS.fullmatch(entry.strip())
         if counted and (counted[1] or entry.startswith("gpu")):
             return int(counted[1] or 1)
@@ -159,20 +159,32 @@ class Step(Launch):
         )
 
     @property
+    def fills_nodes(self) -> bool:
+        """Whether srun starts as many tasks as there is room for: it knows only the cores of each.
+
+        On nodes that are shared the job has the cores of one task, and one is started.
+        """
+        cores = "cpus-per-task" in self.options or "SRUN_CPUS_PER_TASK" in self.component.asks
+        whole = self.component.option("exclusive") is not None
+        return self.by == "srun" and cores and whole and not self.says_tasks
+
+    @property
     def tasks(self) -> int | None:
         """How many tasks it has; None if nobody knows.
 
         `SLURM_NTASKS` of the job comes before the step's own --ntasks-per-node, which is then
-        passed over with a warning.
+        passed over with a warning; newer versions take it beside the step's own --nodes.
         """
         if self.by == "":
             return 1
         told = self.options.get("ntasks")
         if told is not None:
             return self._counted(told)
+        on_each = self.options.get("ntasks-per-node", "")
+        if self.fills_nodes or (on_each and self.component.sizes_tasks and "nodes" in self.options):
+            return None
         if self.component.sizes_tasks:
             return self.component.tasks
-        on_each = self.options.get("ntasks-per-node", "")
         each = int(on_each) if on_each.isdigit() else self.component.tasks_per_node
         return self.nodes * each if self.nodes and each else None
 
@@ -206,22 +218,28 @@ class Step(Launch):
             return self.tasks_per_node
         return int(told) if told.isdigit() else None
 
-    def _option(self, name: str) -> str:
-        return self.options.get(name) or self.component.value(name) or ""
+    def _option(self, *names: str) -> str:
+        """The value of the first of these that step or job says; "" where none is said."""
+        said = [self.options.get(name) or self.component.value(name) for name in names]
+        return next((value for value in said if value), "")
+
+    @property
+    def _gpus_per_task(self) -> int | None:
+        return gpus(self._option("gpus-per-task", "tres-per-task"))
 
     @property
     def sees_its_own_gpus(self) -> bool:
         """Whether each task sees GPUs of its own alone, counted from 0.
 
-        That is so with --gpus-per-task (since SLURM 21.08), --ntasks-per-gpu and --gpu-bind; and
-        not with --gpus-per-node or --gres, where each task sees all of the node.
+        That is so with --gpus-per-task (since SLURM 21.08), --tres-per-task, --ntasks-per-gpu and
+        --gpu-bind; and not with --gpus-per-node or --gres, where each task sees all of the node.
         """
-        bind = self._option("gpu-bind")
-        if self.unknown or bind.startswith("none"):
+        bind = self._option("gpu-bind", "tres-bind")
+        if self.unknown or re.search(r"\bnone\b", bind):
             return False
         parts = ("single", "per_task", "map_gpu", "mask_gpu", "closest")
         bound = re.search("|".join(parts), bind) is not None
-        return bound or bool(self._option("gpus-per-task") or self._option("ntasks-per-gpu"))
+        return bound or bool(self._gpus_per_task or self._option("ntasks-per-gpu"))
 
     @property
     def gpus_of_task(self) -> int | None:
@@ -229,21 +247,31 @@ class Step(Launch):
         if not self.sees_its_own_gpus:
             on_node = gpus(self.options.get("gpus-per-node")) or gpus(self.options.get("gres"))
             return on_node or self.component.gpus_per_node
-        per_task = gpus(self._option("gpus-per-task"))
-        if per_task is not None:
-            return per_task
-        bound = re.match(r"(?:verbose,)?(?:single|per_task):(\d+)", self._option("gpu-bind"))
+        if self._gpus_per_task is not None:
+            return self._gpus_per_task
+        bind = self._option("gpu-bind", "tres-bind")
+        bound = re.search(r"(?:single|per_task):(\d+)", bind)
         if bound:
             return max(1, int(bound[1])) if "per_task" in bound[0] else 1
-        return (
-            1 if self._option("ntasks-per-gpu") or "map_gpu" in self._option("gpu-bind") else None
-        )
+        return 1 if self._option("ntasks-per-gpu") or "map_gpu" in bind else None
 
     @property
-    def shares_nodes(self) -> bool:
-        """Whether it says what it takes of its nodes, so that another step may run beside it."""
-        said = {"overlap", "exact", "cpus-per-task", "mem", "mem-per-cpu", "nodelist", "relative"}
-        return self.unknown or bool(said & set(self.options))
+    def takes_whole(self) -> str:
+        """What of its nodes it takes whole, so that no other step runs beside it; "" for nothing.
+
+        Without --exact, which -c and --exclusive imply, that are the cores; unless it says its own
+        share, also the memory that the job has on a node, and the GPUs.
+        """
+        said = set(self.options)
+        if self.unknown or said & {"overlap", "nodelist", "relative"}:
+            return ""
+        if not said & {"exact", "cpus-per-task", "exclusive"}:
+            return "cores"
+        if self.component.option("mem") and not any(name.startswith("mem") for name in said):
+            return "memory"
+        on_node = any(self.component.option(name) for name in ("gpus-per-node", "gres", "gpus"))
+        own = any(name.startswith(("gpu", "gres", "tres")) for name in said)
+        return "GPUs" if on_node and self.component.gpus_per_node and not own else ""
 
 
 @dataclass(frozen=True)
@@ -281,47 +309,20 @@ class BatchJob(Script):
         known = {field.name: getattr(launch, field.name) for field in fields(Launch)}
         return Step(**known, component=self.components[min(at, len(self.components) - 1)])
 
-    # -------------------------------------------------------------------- the first component
-
-    def option(self, name: str) -> Directive | None:
-        """The directive of the first component that counts."""
-        return self.components[0].option(name)
-
-    def value(self, name: str) -> str | None:
-        """Its value; None without such a directive."""
-        return self.components[0].value(name)
-
-    def number(self, name: str) -> int | None:
-        """Its value as a whole number; None where it is none."""
-        return self.components[0].number(name)
-
     @property
-    def nodes(self) -> int | None:
-        """Nodes of the first component; None if the command line of sbatch is to say it."""
-        return self.components[0].nodes
+    def first(self) -> Component:
+        """The first component, for most jobs the only one: this script runs on its first node."""
+        return self.components[0]
 
     @property
     def multi_node(self) -> bool:
         """Whether the script asks for more than one node."""
-        return (self.nodes or 1) > 1 or len(self.components) > 1
-
-    @property
-    def gpus_per_node(self) -> int | None:
-        """GPUs of a node of the first component."""
-        return self.components[0].gpus_per_node
+        return (self.first.nodes or 1) > 1 or len(self.components) > 1
 
     @property
     def minutes(self) -> float | None:
         """The time limit."""
-        return minutes(self.value("time"))
-
-    def where(self, *names: str) -> int:
-        """The line of the first of these directives that is there, else the first line."""
-        for name in names:
-            directive = self.option(name)
-            if directive:
-                return directive.line
-        return 1
+        return minutes(self.first.value("time"))
 
     def expanded(self, prefix: str) -> list[tuple[str, Command]]:
         """(Name without the prefix, command) of each variable that the batch script fills in.
@@ -388,16 +389,30 @@ class BatchJob(Script):
     @property
     def world_size(self) -> int | None:
         """Ranks of the job; None where the script does not say."""
-        if self.ranks_per_node and self.nodes:
-            return self.nodes * self.ranks_per_node
+        if self.ranks_per_node and self.first.nodes:
+            return self.first.nodes * self.ranks_per_node
         return None
+
+    def in_loop(self, step: Step) -> bool:
+        """Whether a loop starts the step several times without waiting for each."""
+        inside = False
+        for command in self.commands:
+            if command.has(r"^(for|while|until)\b"):
+                inside = True
+            if command.line == step.line and inside:
+                later = [one for one in self.commands if one.line >= step.line]
+                ends = (one for one in later if one.has(r"(^|[\s;&])(wait|done)\b"))
+                return not next(ends, command).has(r"(^|[\s;&])wait\b(?!.*\bdone)")
+            if command.has(r"(^|[\s;&])done\b"):
+                inside = False
+        return False
 
     # -------------------------------------------------------------------- the signal
 
     @cached_property
     def signal(self) -> Signal | None:
         """The signal before the time limit; None without one, or with one to be filled in."""
-        asked = self.option("signal")
+        asked = self.first.option("signal")
         told = (
             re.fullmatch(r"(R?)(B?)(?:R)?:?(?:SIG)?(\w+)(?:@(\d+))?", asked.value)
             if asked

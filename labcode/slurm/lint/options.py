@@ -78,7 +78,8 @@ class Options:
         word, *rest = words
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            name = self._name(name.replace("_", "-"))
+            # sbatch takes no `_`; srun takes it in these two
+            name = self._name("cpu-bind" if name == "cpu_bind" else name.replace("mem_b", "mem-b"))
             if not equals and self._takes_value(name) and rest:
                 value, *rest = rest
             return [(name, value)], rest

@@ -2,7 +2,7 @@
 
 import re
 
-from labcode.slurm.lint.model import BatchJob
+from labcode.slurm.lint.model import BatchJob, gpus
 from labcode.slurm.lint.options import OPTIONS, SRUN_ONLY
 from labcode.slurm.lint.parse import directive_options
 from labcode.slurm.lint.rule import Facts, Found, collector
@@ -44,7 +44,7 @@ _ONLY_IN_A_STEP = re.compile(r"STEP_\w+|STEPID|LAUNCH_NODE_IPADDR|SRUN_COMM_\w+"
 
 @rule(
     "S01",
-    "this line is a comment, not a directive: write #SBATCH, without a space and in capitals",
+    "this line is a comment, not a directive: write #SBATCH, so and in capitals",
     "sbatch reads only lines that begin with exactly #SBATCH; the job runs with the default in "
     "place of what is asked",
     warning=True,
@@ -53,12 +53,14 @@ def _inert(job: BatchJob, facts: Facts) -> Found:
     first = job.commands[0].line if job.commands else len(job.lines)
     for number, line in enumerate(job.lines[:first], 1):
         # ## is how people switch a directive off; `# sbatch -N 2 train.sh` tells how to submit
-        inert = re.match(r"\s*#(?:\s*(?i:SBATCH)|sbatch)\s+(-.*)", line)
+        inert = re.match(r"\s*#\s*(\w+)\s+(-.*)", line)
         if inert is None or line.startswith("#SBATCH") or re.match(r"\s*#\s+sbatch", line):
             continue
-        names = [name for name, _ in directive_options(inert[1])]
+        if not closest(inert[1].upper(), ("SBATCH",)):
+            continue
+        names = [name for name, _ in directive_options(inert[2])]
         # an alternative to a directive that holds
-        if not any(job.option(name) for name in names):
+        if not any(job.first.option(name) for name in names):
             yield number, line.strip()
 
 
@@ -75,12 +77,14 @@ def _late(job: BatchJob, facts: Facts) -> Found:
 
 @rule(
     "S03",
-    "the first line names no interpreter: begin with #!/bin/bash",
-    "sbatch refuses a script without #!",
+    "no batch script: begin with #!/bin/bash, and end lines as Unix does (dos2unix)",
+    "sbatch refuses a script without #!, and one with DOS line breaks",
 )
-def _shebang(job: BatchJob, facts: Facts) -> Found:
+def _no_script(job: BatchJob, facts: Facts) -> Found:
     if not job.lines[0].startswith("#!"):
         yield 1, job.lines[0].strip()
+    for number in [at for at, line in enumerate(job.lines, 1) if line.endswith("\r")][:1]:
+        yield number, "carriage return"
 
 
 @rule(
@@ -130,18 +134,6 @@ def _variable(job: BatchJob, facts: Facts) -> Found:
 
 
 @rule(
-    "S07",
-    "lines end as on Windows: convert the file with dos2unix",
-    "sbatch refuses a script with DOS line breaks",
-)
-def _line_ends(job: BatchJob, facts: Facts) -> Found:
-    for number, line in enumerate(job.lines, 1):
-        if line.endswith("\r"):
-            yield number, "carriage return"
-            return
-
-
-@rule(
     "S08",
     "no time limit: say --time",
     "without one the partition's default holds, often its maximum (a long queue) or a few minutes "
@@ -150,7 +142,7 @@ def _line_ends(job: BatchJob, facts: Facts) -> Found:
 )
 def _no_time(job: BatchJob, facts: Facts) -> Found:
     # without any directive the command line of sbatch says all
-    if job.value("time") is None and re.search(r"(?m)^#\s?SBATCH\s", job.text):
+    if job.first.value("time") is None and re.search(r"(?m)^#\s?SBATCH\s", job.text):
         yield 1, "no --time"
 
 
@@ -160,7 +152,7 @@ def _no_time(job: BatchJob, facts: Facts) -> Found:
     "sbatch refuses it; and 1:30 is one minute and a half, not ninety minutes",
 )
 def _time_form(job: BatchJob, facts: Facts) -> Found:
-    time = job.option("time")
+    time = job.first.option("time")
     if time is None or not time.value or time.is_template or "$" in time.value:
         return
     if job.minutes is None:
@@ -173,8 +165,8 @@ def _time_form(job: BatchJob, facts: Facts) -> Found:
     "all tasks of the array write into one file at once",
 )
 def _array_log(job: BatchJob, facts: Facts) -> Found:
-    log = job.option("output")
-    if log is None or not job.option("array"):
+    log = job.first.option("output")
+    if log is None or not job.first.option("array"):
         return
     if not re.search(r"%\d*[ajJ]", log.value) and not log.is_template:
         yield log.line, log.value
@@ -187,12 +179,12 @@ def _array_log(job: BatchJob, facts: Facts) -> Found:
 )
 def _megabytes(job: BatchJob, facts: Facts) -> Found:
     for name, enough in (("mem", 256), ("mem-per-cpu", 64), ("mem-per-gpu", 1024)):
-        asked = job.option(name)
+        asked = job.first.option(name)
         if asked is None or not re.fullmatch(r"0*[1-9]\d*", asked.value):
             continue
-        if name == "mem" and job.gpus_per_node:
+        if name == "mem" and job.first.gpus_per_node:
             enough = 1024
-        if (job.number(name) or 0) <= enough:
+        if (job.first.number(name) or 0) <= enough:
             yield asked.line, f"--{name}={asked.value}"
 
 
@@ -204,7 +196,7 @@ def _megabytes(job: BatchJob, facts: Facts) -> Found:
     warning=True,
 )
 def _export(job: BatchJob, facts: Facts) -> Found:
-    asked = job.option("export")
+    asked = job.first.option("export")
     told = [(asked.line, asked.value)] if asked else []
     told += [(step.line, step.options["export"]) for step in job.sruns if "export" in step.options]
     for line, value in told:
@@ -234,21 +226,27 @@ def _together(job: BatchJob, facts: Facts) -> Found:
         if tasks and on_each and nodes and tasks > nodes * on_each:
             most = f"{nodes} nodes of {on_each} tasks have {nodes * on_each}"
             yield part.line_of("ntasks"), f"--ntasks={tasks}, and {most}"
-        gpus = part.number("gpus")
-        if gpus and nodes and gpus < nodes:
-            yield part.line_of("gpus"), f"--gpus={gpus} are those of the job, on {nodes} nodes"
+        in_all = gpus(part.value("gpus"))
+        each = gpus(part.value("gpus-per-task"))
+        if in_all and nodes and in_all < nodes:
+            yield part.line_of("gpus"), f"--gpus={in_all} are those of the job, on {nodes} nodes"
+        elif in_all and each and part.tasks and in_all != each * part.tasks:
+            need = f"{part.tasks} tasks with {each} have {each * part.tasks}"
+            yield part.line_of("gpus"), f"--gpus={in_all} are those of the job, and {need}"
 
 
 @rule(
     "S67",
-    "this variable is not set in this script",
+    "this variable is not set in this script, or is no number",
     "SLURM sets it only where the option is given, or only in the tasks that srun starts: it is "
-    "empty here, and in strict mode (set -u) the script ends",
+    "empty here, and in strict mode (set -u) the script ends; and it repeats what the option says",
     warning=True,
 )
 def _not_set(job: BatchJob, facts: Facts) -> Found:
     sized = ("nodes", "ntasks", "ntasks-per-node")
-    if not any(job.option(name) for name in sized):  # then the command line of sbatch says all
+    if not any(
+        job.first.option(name) for name in sized
+    ):  # then the command line of sbatch says all
         return
     for name, command in job.expanded("SLURM_"):
         asked = _SET_BY.get(name)
@@ -257,3 +255,8 @@ def _not_set(job: BatchJob, facts: Facts) -> Found:
             yield command.line, f"SLURM_{name} needs --{asked[0]}"
         elif _ONLY_IN_A_STEP.fullmatch(name):
             yield command.line, f"SLURM_{name} exists in the tasks of a step alone"
+    per_node = job.first.value("gpus-per-node") or ""
+    for step in job.trainings:
+        counted = re.search(r"SLURM_GPUS_PER_NODE\b(?!#)", step.said("nproc_per_node") or "")
+        if counted and ":" in per_node:
+            yield step.line, f"{counted[0]} is {per_node}: take SLURM_GPUS_ON_NODE"

@@ -10,28 +10,18 @@ RULES, rule = collector()
 
 @rule(
     "S12",
-    "a requeued job empties its log: add --open-mode=append",
-    "the second attempt truncates what the first one wrote, the reason of its end included",
+    "a requeue that loses something: add --requeue --open-mode=append",
+    "the second attempt truncates what the first one wrote, the reason of its end included; and "
+    "without --requeue a cluster with JobRequeue=0 refuses the order",
     warning=True,
 )
 def _append(job: BatchJob, facts: Facts) -> Found:
-    requeue = job.option("requeue")
-    requeued = requeue or job.found(r"scontrol requeue")
-    if requeued and job.value("open-mode") != "append":
-        yield requeue.line if requeue else 1, "no --open-mode=append"
-
-
-@rule(
-    "S13",
-    "scontrol requeue without --requeue",
-    "where the cluster's default is not to requeue (JobRequeue=0) the order is refused and the "
-    "job ends",
-    warning=True,
-)
-def _requeue(job: BatchJob, facts: Facts) -> Found:
-    for command in job.found(r"scontrol requeue"):
-        if not job.option("requeue"):
-            yield command.line, "no --requeue"
+    asked = job.first.option("requeue")
+    by_hand = job.found(r"scontrol requeue")
+    if (asked or by_hand) and job.first.value("open-mode") != "append":
+        yield asked.line if asked else 1, "no --open-mode=append"
+    for command in by_hand if asked is None else []:
+        yield command.line, "no --requeue"
 
 
 @rule(
@@ -43,7 +33,7 @@ def _requeue(job: BatchJob, facts: Facts) -> Found:
 def _whole_array(job: BatchJob, facts: Facts) -> Found:
     number = r"\$\{?SLURM_(?:ARRAY_JOB_ID|JOB_?ID)\}?(?!\w|\}?_)"
     for command in job.found(rf"\b(?:scontrol\s+(?:requeue\w*|hold|suspend)|scancel)\s.*{number}"):
-        if job.option("array"):
+        if job.first.option("array"):
             found = command.match(number)
             yield command.line, found[0] if found else command.text
 
@@ -100,7 +90,7 @@ def _lead(job: BatchJob, facts: Facts) -> Found:
     asked = job.signal
     lead_s = asked.lead_s if asked else None
     if asked and lead_s and job.minutes is not None and lead_s >= job.minutes * 60:
-        yield asked.line, f"{lead_s} s before the end of {job.value('time')}"
+        yield asked.line, f"{lead_s} s before the end of {job.first.value('time')}"
 
 
 @rule(
@@ -144,8 +134,18 @@ def _stops_at_agent(job: BatchJob, facts: Facts) -> Found:
 
 
 def _signalled_agents(job: BatchJob) -> list[Step]:
-    """The steps of torchrun that get a signal; labcode's hand_down in front makes it arrive."""
+    """The steps of torchrun that get a signal which it does not hand to its ranks.
+
+    Those it does: TERM and its like, what a variable of PyTorch names, and any behind labcode's
+    hand_down. The ranks then have 30 s until it kills them (--shutdown-timeout).
+    Source: torch/distributed/elastic/multiprocessing/api.py, PContext.start
+    """
     if not job.signal_reaches_steps or "labcode.slurm.hand_down" in job.text:
+        return []
+    name = job.signal.name if job.signal else ""
+    if name in ("TERM", "INT", "HUP", "QUIT", "15", "2", "1", "3"):
+        return []
+    if re.search(rf"\bTORCHELASTIC_SIGNALS_TO_HANDLE=\S*{name}\b", job.text):
         return []
     return [step for step in job.torchruns if step.by == "srun"]
 
@@ -188,5 +188,5 @@ def _resume(job: BatchJob, facts: Facts) -> Found:
 )
 def _every(job: BatchJob, facts: Facts) -> Found:
     trains = job.found(r"labcode\.train\b")
-    if trains and job.option("requeue") and not job.found(r"--checkpoint\.every\b"):
+    if trains and job.first.option("requeue") and not job.found(r"--checkpoint\.every\b"):
         yield trains[0].line, "no --checkpoint.every"

@@ -21,26 +21,26 @@ _TAKES_WHAT_IS_THERE = r"labcode\.(train|doctor|pool)"
     warning=True,
 )
 def _placement(job: BatchJob, facts: Facts) -> Found:
-    tasks = job.option("ntasks")
-    if tasks is None or job.option("gpus-per-task") or not job.gpus_per_node:
+    tasks = job.first.option("ntasks")
+    if tasks is None or job.first.option("gpus-per-task") or not job.first.gpus_per_node:
         return
-    said = job.option("ntasks-per-node") or job.option("ntasks-per-gpu")
+    said = job.first.option("ntasks-per-node") or job.first.option("ntasks-per-gpu")
     said_later = any("ntasks-per-node" in step.options for step in job.sruns)
-    count = job.number("ntasks") or 0
+    count = job.first.number("ntasks") or 0
     # each node gets at least one
-    if job.multi_node and count > (job.nodes or 1) and not said and not said_later:
-        yield tasks.line, f"{tasks.value} tasks on {job.value('nodes')} nodes"
+    if job.multi_node and count > (job.first.nodes or 1) and not said and not said_later:
+        yield tasks.line, f"{tasks.value} tasks on {job.first.value('nodes')} nodes"
 
 
 @rule(
     "S35",
-    "srun does not take over --cpus-per-task: say it again, or export SRUN_CPUS_PER_TASK",
-    "since SLURM 22.05 a step does not inherit it from sbatch: each rank gets one core, and its "
-    "data loader starves",
+    "srun may not take over --cpus-per-task: say it again, or export SRUN_CPUS_PER_TASK",
+    "in SLURM 22.05 and 23.02 a step does not inherit it from sbatch: each rank gets one core, and "
+    "its data loader starves",
     warning=True,
 )
 def _cpus(job: BatchJob, facts: Facts) -> Found:
-    if (job.number("cpus-per-task") or 1) == 1 or "SRUN_CPUS_PER_TASK" in job.text:
+    if (job.first.number("cpus-per-task") or 1) == 1 or "SRUN_CPUS_PER_TASK" in job.text:
         return
     for step in job.trainings:
         told = {"cpus-per-task", "cpus-per-gpu"} & set(step.options) or step.unknown
@@ -90,7 +90,7 @@ def _idle_gpus(job: BatchJob, facts: Facts) -> Found:
             found = f"{ranks} ranks, {gpus} GPUs"
             if not step.says_tasks and not step.is_agent:
                 found = f"1 task on a node of {gpus} GPUs: say --ntasks-per-node={gpus}"
-            yield job.where("gpus-per-node", "gres", "gpus"), found
+            yield job.first.line_of("gpus-per-node", "gres", "gpus"), found
 
 
 @rule(
@@ -106,7 +106,7 @@ def _number_0(job: BatchJob, facts: Facts) -> Found:
         if step.by != "srun" or not several or not step.sees_its_own_gpus or step.is_agent:
             continue
         if not step.has(_TAKES_WHAT_IS_THERE) and _by_local_rank(step, facts.folder):
-            line = job.where("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
+            line = job.first.line_of("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
             in_step = {"gpus-per-task", "ntasks-per-gpu", "gpu-bind"} & set(step.options)
             seen = f"{step.gpus_of_task or 'some'} of them"
             yield step.line if in_step else line, f"{step.tasks_per_node} tasks, each sees {seen}"
@@ -159,7 +159,7 @@ def _sizes(command: Command) -> dict[str, int]:
 )
 def _world(job: BatchJob, facts: Facts) -> Found:
     if facts.world_size and job.world_size and job.world_size != facts.world_size:
-        yield job.where("nodes"), f"{job.world_size} ranks, the job says {facts.world_size}"
+        yield job.first.line_of("nodes"), f"{job.world_size} ranks, the job says {facts.world_size}"
 
 
 @rule(
@@ -200,28 +200,47 @@ def _larger(job: BatchJob, facts: Facts) -> Found:
 
 @rule(
     "S70",
-    "--ntasks-per-node of a step is passed over: the job has said a number of tasks",
-    "sbatch sets SLURM_NTASKS, which srun takes for -n, and -n comes first: say --ntasks in the "
-    "step",
+    "an option that is passed over: the number of tasks has been said, and comes first",
+    "more or fewer tasks start than it looks: sbatch leaves out nodes without a task, and sets "
+    "SLURM_NTASKS, which srun takes for -n",
 )
 def _passed_over(job: BatchJob, facts: Facts) -> Found:
+    for part in job.components:
+        tasks = part.number("ntasks") or 0
+        nodes = part.number("nodes") or 0
+        on_each = part.number("ntasks-per-node")
+        line = part.line_of("ntasks")
+        if 0 < tasks < nodes:
+            yield line, f"--ntasks={tasks} on {nodes} nodes: the job has {tasks} nodes"
+        elif on_each and 0 < tasks < nodes * on_each:
+            yield line, f"{on_each} on each of {nodes} nodes, and --ntasks={tasks} are started"
     for step in job.sruns:
         on_each = step.options.get("ntasks-per-node", "")
         inherits = "ntasks" not in step.options and step.component.sizes_tasks
         if not inherits or not on_each.isdigit() or not step.nodes or not step.tasks:
             continue
         if step.tasks != int(on_each) * step.nodes and not step.is_agent:  # agents: S24
-            yield (
-                step.line,
-                f"{on_each} on each of {step.nodes} nodes, and {step.tasks} are started",
-            )
+            found = f"{on_each} on each of {step.nodes} nodes, and {step.tasks} are started"
+            yield step.line, f"{found}: say --ntasks in the step"
+
+
+@rule(
+    "S72",
+    "nobody says how many tasks, and srun starts as many as there is room for: say --ntasks",
+    "a step that says only the cores of a task fills the nodes that the job has whole: several "
+    "copies of the program write the same files",
+)
+def _copies(job: BatchJob, facts: Facts) -> Found:
+    for step in job.trainings:
+        if step.fills_nodes:
+            yield step.line, step.short
 
 
 @rule(
     "S69",
     "two steps at once on the same nodes: the second waits until the first has ended",
     "since SLURM 20.11 a step has its nodes to itself ('step creation temporarily disabled, "
-    "retrying'): say --overlap, or --exact with the cores and the memory of each",
+    "retrying'): say --overlap, or --exact with the cores, the memory and the GPUs of each",
 )
 def _at_once(job: BatchJob, facts: Facts) -> Found:
     running: list[Step] = []
@@ -232,42 +251,28 @@ def _at_once(job: BatchJob, facts: Facts) -> Found:
         if running and any(running[-1].line <= line < step.line for line in ends):
             running = []
         beside = [other for other in running if other.component is step.component]
+        if step.end == "&" and not beside and job.in_loop(step):
+            beside = [step]
         taken = sum(other.nodes or 0 for other in (*beside, step))
-        if beside and not step.shares_nodes and taken > (step.component.nodes or math.inf):
-            yield step.line, f"beside line {beside[0].line}"
+        if beside and step.takes_whole and taken > (step.component.nodes or math.inf):
+            yield step.line, f"beside line {beside[0].line}: it takes all {step.takes_whole}"
             return
-        if step.end == "&" and not step.shares_nodes:
+        if step.end == "&" and step.takes_whole:
             running.append(step)
 
 
 @rule(
     "S47",
-    "longer than the site allows",
-    "sbatch refuses the job, or it stays pending with PartitionTimeLimit",
+    "more than the site has",
+    "sbatch refuses the job, as with 'Requested node configuration is not available', or it stays "
+    "pending with PartitionTimeLimit",
 )
-def _wall_time(job: BatchJob, facts: Facts) -> Found:
-    if facts.max_minutes and (job.minutes or 0) > facts.max_minutes:
-        limit = f"the site's limit is {facts.max_minutes:g} minutes"
-        yield job.where("time"), f"{job.value('time')}, {limit}"
-
-
-@rule(
-    "S48",
-    "more GPUs than a node of the site has",
-    "sbatch refuses the job: Requested node configuration is not available",
-)
-def _site_gpus(job: BatchJob, facts: Facts) -> Found:
-    if facts.gpus_per_node and (job.gpus_per_node or 0) > facts.gpus_per_node:
-        line = job.where("gpus-per-node", "gres", "gpus-per-task", "gpus")
-        yield line, f"{job.gpus_per_node} asked for, a node has {facts.gpus_per_node}"
-
-
-@rule(
-    "S49",
-    "more nodes than the site has",
-    "sbatch refuses the job, or it waits for ever",
-)
-def _site_nodes(job: BatchJob, facts: Facts) -> Found:
-    if facts.max_nodes and (job.number("nodes") or 1) > facts.max_nodes:
-        limit = f"the site's limit is {facts.max_nodes}"
-        yield job.where("nodes"), f"{job.value('nodes')} nodes, {limit}"
+def _site(job: BatchJob, facts: Facts) -> Found:
+    gpus_by = ("gpus-per-node", "gres", "gpus-per-task", "gpus")
+    for names, asked, most, unit in (
+        (("time",), job.minutes, facts.max_minutes, "minutes"),
+        (("nodes",), job.first.number("nodes"), facts.max_nodes, "nodes"),
+        (gpus_by, job.first.gpus_per_node, facts.gpus_per_node, "GPUs on a node"),
+    ):
+        if asked and most and asked > most:
+            yield job.first.line_of(*names), f"{asked:g}, the site's limit is {most:g} {unit}"

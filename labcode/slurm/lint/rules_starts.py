@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from labcode.slurm.lint.launches import ACCELERATE, TORCHRUN, Launch
+from labcode.slurm.lint.launches import ACCELERATE, DEEPSPEED, TORCHRUN, Launch
 from labcode.slurm.lint.model import BatchJob, Step
 from labcode.slurm.lint.rule import Facts, Found, collector
 from labcode.slurm.lint.shell import LATER
@@ -68,7 +68,7 @@ def _first_node(job: BatchJob, facts: Facts) -> Found:
         if launch.by or not launch.is_agent or _reaches_nodes(launch):
             continue
         nodes = launch.said("nnodes") or launch.said("num_machines") or ""
-        asks = job.nodes is None and re.search(r"SLURM_(NNODES|JOB_NUM_NODES)", nodes)
+        asks = job.first.nodes is None and re.search(r"SLURM_(NNODES|JOB_NUM_NODES)", nodes)
         if job.directives and (job.multi_node or asks):
             yield launch.line, launch.text[:60]
 
@@ -82,8 +82,9 @@ def _reaches_nodes(launch: Launch) -> bool:
 
 @rule(
     "S53",
-    "a program without srun on several nodes: it runs on the first one alone",
-    "a batch script runs on one node: the others are paid for and idle",
+    "a program without srun: it runs once, on the first node",
+    "a batch script is one process on one node: the others are paid for and idle, or the program "
+    "waits for them",
     warning=True,
 )
 def _program_on_first_node(job: BatchJob, facts: Facts) -> Found:
@@ -91,7 +92,9 @@ def _program_on_first_node(job: BatchJob, facts: Facts) -> Found:
     reaches = [step for step in job.launches if step.by and step.trains]
     elsewhere = re.search(r"\b(ray|dask|submitit|parsl)\b", "\n".join(_code(job)))
     started = [step for step in job.trainings if not step.is_agent]
-    if not job.multi_node or reaches or elsewhere or not started:
+    # a task for each GPU; tasks without GPUs are how people ask for cores
+    several = job.first.sizes_tasks and job.first.tasks_per_node == job.first.gpus_per_node != 1
+    if not (job.multi_node or several) or reaches or elsewhere or not started:
         return
     last = started[-1]
     if last.has(r"python") and not last.has(r"(?i)slurm|host|mpi|[-_]nodes?\b"):
@@ -129,27 +132,33 @@ def _one_of_several(step: Step) -> bool:
 
 @rule(
     "S23",
-    "torchrun is told of another number of nodes than the job has",
-    "--standalone or --nnodes=1 trains one model on each node, and nobody notices but the loss",
+    "torchrun is told of another number of nodes than have an agent",
+    "with --standalone or --nnodes=1 each node trains a model of its own, and nobody notices but "
+    "the loss; with more nodes than agents they wait until the rendezvous ends with a time-out",
 )
 def _nnodes(job: BatchJob, facts: Facts) -> Found:
     for step, nodes, _ in _agents(job):
         there = step.nodes
-        if not nodes.isdigit() or not there or _one_of_several(step) or step.tasks == 1:
+        if not nodes.isdigit() or not there or _one_of_several(step):
             continue
-        if int(nodes) != there:
+        if step.tasks == 1 and int(nodes) > 1:
+            yield step.line, f"1 agent, which waits for {nodes}: leave out -n"
+        elif step.tasks != 1 and int(nodes) != there:
             yield step.line, f"each agent says {nodes}, the step has {there}"
 
 
 @rule(
-    "S54",
-    "srun starts fewer agents than torchrun waits for: leave out -n",
-    "each agent waits for the others until the rendezvous ends with a time-out",
+    "S74",
+    "a launcher that goes to all nodes itself, started by srun on each: start it without srun",
+    "each copy starts the ranks of the whole job: the second finds the ports and the GPUs taken",
 )
-def _few_agents(job: BatchJob, facts: Facts) -> Found:
-    for step, nodes, _ in _agents(job):
-        if nodes.isdigit() and step.tasks == 1 and int(nodes) > 1 and not _one_of_several(step):
-            yield step.line, f"1 agent, which waits for {nodes}"
+def _launcher_on_each(job: BatchJob, facts: Facts) -> Found:
+    for step in job.trainings:
+        over_ssh = step.has(DEEPSPEED) and step.has(r"--(hostfile|num_nodes|include|launcher)[= ]")
+        itself = over_ssh and not step.has(r"--no_ssh\b")
+        itself = itself or step.has(r"^(\S*/)?(mpirun|mpiexec|horovodrun)\s")
+        if step.by == "srun" and (step.tasks or 1) > 1 and itself:
+            yield step.line, step.short
 
 
 @rule(
@@ -238,7 +247,7 @@ def _nobody_waits(job: BatchJob, facts: Facts) -> Found:
     warning=True,
 )
 def _by_hand(job: BatchJob, facts: Facts) -> Found:
-    gpus = job.gpus_per_node
+    gpus = job.first.gpus_per_node
     if gpus is None:
         return
     for command in job.found(r"^(export\s+)?CUDA_VISIBLE_DEVICES=['\"]?\d"):
@@ -313,6 +322,55 @@ _FIXED_PORT = (
 
 
 @rule(
+    "S73",
+    "conda activate without conda's shell function: source .../etc/profile.d/conda.sh first",
+    "a batch script is no login shell, and functions of the submitting shell are not handed down: "
+    "'Run conda init before conda activate', and Python is another one",
+    warning=True,
+)
+def _conda(job: BatchJob, facts: Facts) -> Found:
+    if re.match(r"#!.*\s-\w*[il]|#!.*--login", job.lines[0]):
+        return
+    for command in job.commands:
+        # a file that is read, a hook, a module or a tool of the site may define it
+        if command.has(
+            r"^(source|\.|eval|spack|uenv)\s|^(module|ml)\s.*(conda|python|forge|restore)"
+        ):
+            return
+        if command.has(r"^(conda|mamba|micromamba)\s+activate\b"):
+            yield command.line, command.text
+            return
+
+
+@rule(
+    "S75",
+    "a command of SLURM in a container, where it is not: run it in this script, outside",
+    "images have no scontrol, srun or sbatch: the address of the first node stays empty, nothing "
+    "is requeued, no step starts; hand variables in from outside",
+    warning=True,
+)
+def _in_a_container(job: BatchJob, facts: Facts) -> Found:
+    for asked in (job.first.option("container-image"), job.first.option("container-name")):
+        inside = job.found(r"^(\w+=)?(\$\()?" + _OF_SLURM) if asked else []
+        if inside:
+            yield inside[0].line, f"--{asked.name if asked else ''}: this script is in it"
+            return
+    for command in job.found(_CONTAINER):
+        # what a text for another shell, in single quotes or escaped, asks for
+        later = " ".join(re.findall(r"'[^']*'|\\\$\([^)]*|(?:&&|\|\||;)[^;|&]*[\"']", command.text))
+        found = re.search(rf"(?:[\s('\"]){_OF_SLURM}", later)
+        if found:
+            yield command.line, found[0].strip(" ('\"")
+
+
+_OF_SLURM = r"(?:srun|scontrol|sbatch|squeue|scancel|sacct)\s"
+_CONTAINER = (
+    r"\bsrun\s.*--container-(?:image|name)|\b(?:singularity|apptainer|shifter|podman-hpc|docker)\s"
+    r"+(?:exec|run|--image)"
+)
+
+
+@rule(
     "S46",
     "variables that, together, do not do what they seem to",
     "what each setting of NCCL, PyTorch, gloo and SLURM means beside the others: "
@@ -328,7 +386,7 @@ def _variables(job: BatchJob, facts: Facts) -> Found:
         ):
             env[name] = value
             lines[name] = command.line
-    where = Where(nodes=job.nodes, interfaces=facts.interfaces or None)
+    where = Where(nodes=job.first.nodes, interfaces=facts.interfaces or None)
     for meaning in judge(env, where):
         if not set(meaning.names) & set(facts.environment):  # the site has its reasons
             yield lines[meaning.names[0]], f"{meaning.text}; {meaning.cure}"

@@ -459,7 +459,7 @@ KINDS: tuple[Kind, ...] = (
         "the step asks for more cores, memory, GPUs or tasks than the job has, or another step "
         "holds them",
         "compare srun's -n, -c, --gpus and --mem with the #SBATCH lines; steps side by side need "
-        "--exact; from 22.05 on srun takes --cpus-per-task from SRUN_CPUS_PER_TASK",
+        "--exact; in 22.05 and 23.02 srun takes --cpus-per-task from SRUN_CPUS_PER_TASK",
     ),
     Kind(
         "srun could not launch the tasks",

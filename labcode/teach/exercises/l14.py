@@ -113,14 +113,16 @@ def _silent(text: Any) -> BatchJob:
 
 def _asks_for(script: BatchJob, ranks_per_node: int) -> None:
     """The request that the exercise speaks of."""
-    nodes = script.number("nodes") or 1
+    nodes = script.first.number("nodes") or 1
     limit = script.minutes
     started = script.ranks_per_node
     mistakes = {
         f"the job asks for --nodes={nodes}; expected is {NODES}": nodes != NODES,
         f"the time limit is {limit} minutes; at most {MAX_MINUTES} are allowed: how does SLURM "
         "read the number that you wrote?": limit is None or limit > MAX_MINUTES,
-        "no line says where the log goes, so SLURM chooses a name": not script.value("output"),
+        "no line says where the log goes, so SLURM chooses a name": (
+            not script.first.value("output")
+        ),
         "no line has srun: whatever stands in the script runs once, on the first node": (
             not script.sruns
         ),
@@ -156,7 +158,8 @@ def _asks_for_no_gpus(script: BatchJob) -> None:
 def _fixes_the_share(script: BatchJob) -> None:
     """That it says how many tasks each node gets, and not only how many there are in all."""
     options = [launch.options for launch in script.sruns]
-    on_each = script.option("ntasks-per-node") or any("ntasks-per-node" in one for one in options)
+    name = "ntasks-per-node"
+    on_each = script.first.option(name) or any(name in one for one in options)
     mistakes = {
         "the script fixes the number of all tasks, and not the share of each node: SLURM may put "
         "three on one node and one on the other": not on_each,
@@ -165,8 +168,8 @@ def _fixes_the_share(script: BatchJob) -> None:
 
 
 def _logs_to_runs(script: BatchJob) -> None:
-    output = script.value("output") or ""
-    folder = Path(script.value("chdir") or "", output).parent
+    output = script.first.value("output") or ""
+    folder = Path(script.first.value("chdir") or "", output).parent
     refuse({f"the log goes to {output}, and not to the folder runs": folder.name != "runs"})
 
 
@@ -250,7 +253,7 @@ def own_script(text: str, lab: Lab) -> None:
     refuse({f"the last step in the log is {last}; expected is {FIRST_STEPS}": last != FIRST_STEPS})
     print(f"job {ended.number}: {ended.state}. The first line of its log:")
     print(line.partition("; grid")[0])
-    limit = script.value("time") or ""
+    limit = script.first.value("time") or ""
     if limit.count(":") == 1:
         print(f"Its time limit: --time={limit} is {minutes(limit):.2g} minutes.")
 
@@ -301,7 +304,7 @@ def lasting_script(text: str, lab: Lab) -> None:
     """
     script = _silent(text)
     _asks_for(script, ranks_per_node=1)
-    asked = script.value("signal") or ""
+    asked = script.first.value("signal") or ""
     mistakes = {
         "no line asks SLURM for a signal before the time limit": not asked,
         f"--signal={asked} goes to the ranks, and not to this script": not asked.startswith("B:"),

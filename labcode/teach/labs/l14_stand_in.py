@@ -58,14 +58,14 @@ class StandInJob:
         self._process = self._start()
 
     def _log_name(self) -> str:
-        name = self.script.value("job-name") or self.path.name
-        pattern = self.script.value("output") or "slurm-%j.out"
+        name = self.script.first.value("job-name") or self.path.name
+        pattern = self.script.first.value("output") or "slurm-%j.out"
         return pattern.replace("%x", name).replace("%j", self.number)
 
     def _start(self) -> subprocess.Popen:
-        nodes = self.script.number("nodes") or 1
-        tasks = self.script.number("ntasks-per-node") or 1
-        cpus = self.script.value("cpus-per-task")
+        nodes = self.script.first.number("nodes") or 1
+        tasks = self.script.first.number("ntasks-per-node") or 1
+        cpus = self.script.first.value("cpus-per-task")
         own_python = str(Path(sys.executable).parent)
         before = os.environ.get("PATH", os.defpath)
         env = {
@@ -74,7 +74,7 @@ class StandInJob:
             "PATH": os.pathsep.join((str(self.folder), own_python, before)),
             FOLDER: str(self.folder),
             "SLURM_JOB_ID": self.number,
-            "SLURM_JOB_NAME": self.script.value("job-name") or self.path.name,
+            "SLURM_JOB_NAME": self.script.first.value("job-name") or self.path.name,
             "SLURM_JOB_NODELIST": f"n[1-{nodes}]" if nodes > 1 else "n1",
             "SLURM_NNODES": str(nodes),
             "SLURM_JOB_NUM_NODES": str(nodes),
@@ -85,7 +85,7 @@ class StandInJob:
         }
         if cpus:
             env["SLURM_CPUS_PER_TASK"] = cpus
-        append = self.restarts and self.script.value("open-mode") == "append"
+        append = self.restarts and self.script.first.value("open-mode") == "append"
         with open(self.log, "ab" if append else "wb") as log:
             return subprocess.Popen(
                 ["bash", str(self.path)],
