@@ -1,6 +1,7 @@
 """`python -m labcode`: the lessons, how long they take, what is done, and what comes next.
 
 python -m labcode ways        ways through the course, by what you want to be able to do
+python -m labcode way ddp     take one of them: "Next" then follows it; `way off` ends it
 python -m labcode 04          one lesson: its sections and exercises, and how to open it
 python -m labcode reset 04    begin it anew; your notebook is kept beside the new one
 """
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None, start: Path | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m labcode", description=__doc__, epilog=EPILOG)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "words", nargs="*", metavar="LESSON", help="its number, or: ways, reset NUMBER"
+        "words", nargs="*", metavar="LESSON", help="its number, or: ways, way NAME, reset NUMBER"
     )
     words = parser.parse_args(arguments).words
     folder = course.notebooks_folder(start or Path.cwd())
@@ -58,8 +59,10 @@ def answer(words: list[str], folder: Path) -> list[str]:
         return table(folder)
     if words == ["ways"]:
         return ways(course.lessons(folder))
+    if words[0] == "way" and len(words) <= 2:
+        return way(words[1:], folder)
     if len(words) == 1 and words[0] != "reset":
-        return about(course.find(words[0], folder), course.passed(folder))
+        return about(course.find(words[0], folder), folder)
     if len(words) == 2 and words[0] == "reset":
         lesson = course.find(words[1], folder)
         kept = course.begin_anew(lesson)
@@ -68,35 +71,99 @@ def answer(words: list[str], folder: Path) -> list[str]:
             return [f"{name} is as new: you had not changed it"]
         return [f"{name} is as new, its exercises are open; yours is {kept.name}, beside it"]
     raise ValueError(
-        f"{' '.join(words)!r} is no lesson: give a number, ways, or reset and a number"
+        f"{' '.join(words)!r} is no lesson: give a number, ways, way and a name, or reset and a "
+        "number"
     )
 
 
-def about(lesson: course.Lesson, done: set[str]) -> list[str]:
-    """The lines to print for one lesson."""
+def about(lesson: course.Lesson, folder: Path) -> list[str]:
+    """The lines to print for one lesson; what the chosen way takes of it is marked."""
+    done = course.passed(folder)
     lines = [f"{lesson.number}  {lesson.title}, {lesson.minutes or '?'} minutes"]
     if lesson.needs:
         lines.append(f"Needs {lesson.needs}")
+    name = course.chosen_way(folder)
+    on_way = []
+    if name is not None:
+        for other, section in course.steps(course.WAYS[name], course.lessons(folder)):
+            if other.number == lesson.number:
+                on_way.append(section.number)
     for section in lesson.sections:
         number = "" if section.number is None else f"{section.number}."
         rest = ", optional" if section.is_optional else ""
+        if section.number in on_way:
+            rest += f"    on the way {name}"
         lines.append(f"{number:>6} {section.title}, {section.minutes} min{rest}")
     for exercise in lesson.exercises:
         lines.append(f"    {exercise:<6} {'done' if exercise in done else 'open'}")
-    return [*lines, f"Open {lesson.notebook.name} in JupyterLab: make lab"]
+    lines.append(f"Open {lesson.notebook.name} in JupyterLab: make lab")
+    if name is not None:
+        lines += next_on(name, folder)
+    return lines
 
 
 def ways(lessons: list[course.Lesson]) -> list[str]:
     """The lines to print for the ways through the course."""
     known = {lesson.number: lesson.sections for lesson in lessons}
     lines = []
-    for goal, way in course.WAYS.items():
-        found = course.stops(way, known)
+    for name, way in course.WAYS.items():
+        found = course.stops(way.taken, known)
         minutes = sum(stop.minutes for stop in found)
-        lines.append(f"{goal} ({minutes / 60:.1f} hours)")
+        lines.append(f"{name}: {way.goal} ({minutes / 60:.1f} hours)")
         told = [f"{stop} ({stop.minutes} min)" for stop in found]
         lines.append(f"    {' · '.join(told)}")
-    return [*lines, "", "§ names sections; a lesson without § is taken without what is optional."]
+    return [
+        *lines,
+        "",
+        "§ names sections; a lesson without § is taken without what is optional.",
+        "`python -m labcode way ddp` takes one of them: `python -m labcode` then follows it.",
+    ]
+
+
+def way(words: list[str], folder: Path) -> list[str]:
+    """Choose a way or end it, and the lines to print.
+
+    Args:
+        words: Nothing, the name of a way, or "off".
+        folder: Of the student notebooks.
+
+    Raises:
+        ValueError: There is no such way, or the choice cannot be kept.
+    """
+    if words:
+        name = None if words == ["off"] else words[0]
+        try:
+            course.choose_way(name, folder)
+        except OSError as error:
+            raise ValueError(f"the choice cannot be kept in {folder}: {error}") from None
+    chosen = course.chosen_way(folder)
+    if chosen is None:
+        return [f"You are on no way. There are {', '.join(course.WAYS)}: python -m labcode ways"]
+    way = course.WAYS[chosen]
+    done = course.passed(folder)
+    lines = [f"{chosen}: {way.goal}"]
+    for lesson, section in course.steps(way, course.lessons(folder)):
+        line = f"    {lesson.number} §{section.number:<2} {section.title}, {section.minutes} min"
+        for exercise in section.exercises:
+            line += f"  {'✓' if exercise in done else '·'} {exercise}"
+        lines.append(line)
+    return [*lines, *next_on(chosen, folder)]
+
+
+def next_on(name: str, folder: Path) -> list[str]:
+    """The lines that say where a way goes on."""
+    done = course.passed(folder)
+    found = course.ahead(course.WAYS[name], course.lessons(folder), done)
+    lines = []
+    exercises: list[str] = []
+    for lesson, section in found:
+        lines.append(f"    {lesson.notebook.name}, section {section.number}: {section.title}")
+        exercises = [exercise for exercise in section.exercises if exercise not in done]
+    if exercises:
+        return [f"Next on the way {name}, up to exercise {exercises[0]}:", *lines]
+    if lines:
+        return [f"All exercises on the way {name} are done; what comes after them:", *lines]
+    return [f"All exercises on the way {name} are done."]
 
 
 def table(folder: Path) -> list[str]:
@@ -120,13 +187,18 @@ def table(folder: Path) -> list[str]:
     total = sum(len(lesson.exercises) for lesson in lessons)
     head = f"{'':2}  {'lesson':<48} {'minutes':>7}  {'exercises':>9}"
     hours = f"{total_minutes // 60} h {total_minutes % 60:02} min"
+    name = course.chosen_way(folder)
+    if name is None:
+        end = ["You want one thing only? `python -m labcode ways` shows the way to it."]
+        end.append(next_step or "All exercises are done.")
+    else:
+        end = next_on(name, folder)
     return [
         head,
         *rows,
         "",
         f"{total_done} of {total} exercises done; all lessons together take {hours}.",
-        "You want one thing only? `python -m labcode ways` shows the way to it.",
-        next_step or "All exercises are done.",
+        *end,
     ]
 
 

@@ -21,61 +21,124 @@ CHECK = re.compile(r"\bcheck\(\s*[\"']([\w.]+)[\"']")
 
 # "## 3. Send while you compute (core, 20 min)"; the end of a lesson has no number
 SECTION = re.compile(r"(?m)^## (?:(\d+)\. )?(.+?) \((core|optional), (\d+) min\)$")
-NEEDS = re.compile(r"\*\*Needs\*\*:\s+(.+?\.)(?:\s|$)", re.DOTALL)  # its first sentence
+# What all its sections need, and then, "For section 9 also lesson 01 (section 2).", what some do.
+NEEDS = re.compile(r"\*\*Needs\*\*:\s+(.+?\.(?:\s+For\s+sections?\s.+?\.)*)(?:\s|$)", re.DOTALL)
+FOR_SECTIONS = re.compile(r"\b[Ff]or sections? ([\d, andto]+?) also ")
+SECTIONS_OF = re.compile(r"\b(\d\db?) \(sections? ([^)]+)\)")
 
 
-# What somebody may want to be able to do: {goal: {lesson: its sections}}; () is a whole lesson.
-WAYS: dict[str, dict[str, tuple[int, ...]]] = {
-    "A DDP script of my own": {"00": (3, 5), "01": (1, 2), "04": (1, 2, 4, 5, 7)},
-    "DDP understood: overlap, hooks, and what goes wrong": {
-        "00": (3, 5),
-        "01": (1, 2, 6, 7),
-        "04": (),
-        "05": (1, 2, 3, 5, 6),
-        "07": (),
-    },
-    "Tensor and pipeline parallelism, as Megatron-LM has them": {
-        "00": (3,),
-        "01": (1, 2, 6),
-        "04": (1, 4),
-        "08": (1, 2, 3),
-        "09": (1, 2, 3, 4, 5),
-        "10": (1, 2, 3),
-        "12": (1, 2, 3, 4, 5, 6, 9),
-    },
-    "FSDP: what it shards and sends, and a script of my own": {
-        "00": (3,),
-        "01": (1, 2, 6),
-        "04": (1, 4, 6),
-        "05": (2, 3),
-        "13": (1, 2, 3, 4),
-        "13b": (5, 7),
-    },
-    "SLURM: jobs that start, last and come back": {
-        "00": (3, 5),
-        "01": (1,),
-        "04": (7,),
-        "14": (1, 2, 3, 5, 6),
-        "17": (2, 3, 4),
-    },
-    "My model does not fit": {"10": (1, 2), "13": (1,), "16": ()},
-    "One GPU, faster": {"00": (2,), "02": (), "03": (), "03b": ()},
-    "Long sequences: the ring": {
-        "01": (1, 2, 6),
-        "10": (2,),
-        "11": (1, 2, 3, 4, 5, 6, 7),
-    },
-    "16, 8 and 4 bits": {"03b": (4,), "18": (1, 2, 4, 5, 6, 7, 8), "22": ()},
-    "A large training run, planned before it is paid for": {
-        "08": (4, 5, 6),
-        "10": (1, 2),
-        "12": (2, 9),
-        "13": (1,),
-        "13b": (5, 6),
-        "15": (3,),
-        "20": (),
-        "21": (),
-    },
+class Way(NamedTuple):
+    """A short way through the course.
+
+    Args:
+        goal: What somebody wants to be able to do.
+        taken: {lesson: its sections}; () is a whole lesson without what is optional.
+    """
+
+    goal: str
+    taken: dict[str, tuple[int, ...]]
+
+
+# By the name that one types. What the lessons of a way need stands earlier on it.
+WAYS: dict[str, Way] = {
+    "monday": Way(
+        "Eight GPUs on Monday: the machine, the launch line, what to measure first, the job",
+        {"00": (1, 2, 3, 5), "01": (1, 2, 8), "02": (1, 2), "04": (1, 5, 7), "14": (1, 2)},
+    ),
+    "ddp": Way(
+        "A DDP script of my own",
+        {"00": (1, 3, 5), "01": (1, 2), "04": (1, 2, 4, 5, 7)},
+    ),
+    "clinic": Way(
+        "DDP understood: overlap, hooks, and what goes wrong",
+        {"00": (1, 3, 5), "01": (1, 2, 6, 7), "04": (), "05": (1, 2, 3, 5, 6), "07": ()},
+    ),
+    "megatron": Way(
+        "Tensor and pipeline parallelism, as Megatron-LM has them",
+        {
+            "00": (1, 3),
+            "01": (1, 2, 3, 4, 6),
+            "04": (1, 4),
+            "08": (1, 2, 3, 5),
+            "09": (1, 2, 3, 4, 5, 6),
+            "10": (1, 2, 3),
+            "12": (1, 2, 3, 4, 5, 6, 9),
+        },
+    ),
+    "fsdp": Way(
+        "FSDP: what it shards and sends, and a script of my own",
+        {
+            "00": (1, 3),
+            "01": (1, 2, 3, 4, 6),
+            "04": (1, 4, 6, 7),
+            "05": (1, 2, 3, 4),
+            "13": (1, 2, 3, 4),
+            "13b": (5, 7),
+        },
+    ),
+    "slurm": Way(
+        "SLURM: jobs that start, last and come back",
+        {
+            "00": (1, 3, 5),
+            "01": (1, 2, 8),
+            "04": (1, 7),
+            "14": (1, 2, 3, 5, 6),
+            "17": (2, 3, 4),
+        },
+    ),
+    "memory": Way(
+        "My model does not fit",
+        {
+            "00": (1, 3),
+            "01": (1, 2),
+            "04": (1, 6),
+            "09": (1, 2),
+            "10": (1, 2),
+            "13": (1,),
+            "16": (),
+        },
+    ),
+    "fast": Way("One GPU, faster", {"00": (1, 2), "02": (), "03": (), "03b": ()}),
+    "ring": Way(
+        "Long sequences: the ring",
+        {
+            "00": (1, 3),
+            "01": (1, 2, 3, 4, 6),
+            "09": (1, 2, 3),
+            "10": (1, 2),
+            "11": (1, 2, 3, 4, 5, 6, 7),
+        },
+    ),
+    "bits": Way(
+        "16, 8 and 4 bits",
+        {
+            "00": (1, 2),
+            "02": (1,),
+            "03": (1,),
+            "03b": (4,),
+            "18": (1, 2, 4, 5, 6, 7, 8),
+            "22": (),
+        },
+    ),
+    "plan": Way(
+        "A large training run, planned before it is paid for",
+        {
+            "00": (1, 3),
+            "01": (1, 2, 3, 8),
+            "04": (1, 4),
+            "05": (2,),
+            "08": (1, 2, 4, 5, 6),
+            "09": (1, 2, 4),
+            "10": (1, 2),
+            "12": (2, 4, 9),
+            "13": (1,),
+            "14": (2,),
+            "15": (3,),
+            "17": (1,),
+            "20": (),
+            "21": (),
+        },
+    ),
 }
 
 
@@ -87,12 +150,23 @@ class Section(NamedTuple):
         title: Without number and time.
         is_optional: Whether no other lesson needs it.
         minutes: That a learner needs.
+        exercises: The numbers of those that check themselves, in order.
     """
 
     number: int | None
     title: str
     is_optional: bool
     minutes: int
+    exercises: tuple[str, ...] = ()
+
+    @property
+    def anchor(self) -> str:
+        """Of its heading, as JupyterLab makes it: a dash in the place of each space of its text."""
+        number = "" if self.number is None else f"{self.number}. "
+        kind = "optional" if self.is_optional else "core"
+        return f"{number}{self.title} ({kind}, {self.minutes} min)".replace("`", "").replace(
+            " ", "-"
+        )
 
 
 def sections(markdown: str) -> tuple[Section, ...]:
@@ -104,18 +178,60 @@ def sections(markdown: str) -> tuple[Section, ...]:
     return tuple(found)
 
 
+class Need(NamedTuple):
+    """Sections of another lesson that must come before.
+
+    Args:
+        lesson: Its number.
+        sections: Of that lesson.
+        of: The sections that need them; None: all.
+    """
+
+    lesson: str
+    sections: tuple[int, ...]
+    of: tuple[int, ...] | None = None
+
+
+def needs(text: str) -> tuple[Need, ...]:
+    """What a lesson says behind **Needs**, read.
+
+    Args:
+        text: "lesson 01 (sections 1 to 3). For section 5 also lesson 02 (section 1)."
+    """
+    # [for all sections, sections, what these need, sections, what these need ...]
+    pieces = FOR_SECTIONS.split(" ".join(text.split()))
+    found = [Need(lesson, numbers(which)) for lesson, which in SECTIONS_OF.findall(pieces[0])]
+    for of, named in zip(pieces[1::2], pieces[2::2]):
+        for lesson, which in SECTIONS_OF.findall(named):
+            found.append(Need(lesson, numbers(which), numbers(of)))
+    return tuple(found)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers that "1, 3 and 5 to 7" names."""
+    found: list[int] = []
+    for first, last in re.findall(r"(\d+)(?: to (\d+))?", text):
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
 class Stop(NamedTuple):
     """A lesson on a way.
 
     Args:
         number: Of the lesson.
-        sections: Those to take; empty: all that are not optional.
-        minutes: Of these.
+        sections: Those to take, as the way names them; empty: all that are not optional.
+        taken: The same sections, whole.
     """
 
     number: str
     sections: tuple[int, ...]
-    minutes: int
+    taken: tuple[Section, ...]
+
+    @property
+    def minutes(self) -> int:
+        """Of the sections that are taken."""
+        return sum(section.minutes for section in self.taken)
 
     def __str__(self) -> str:
         if not self.sections:
@@ -123,20 +239,20 @@ class Stop(NamedTuple):
         return f"{self.number} §{', '.join(str(number) for number in self.sections)}"
 
 
-def stops(way: dict[str, tuple[int, ...]], known: dict[str, tuple[Section, ...]]) -> list[Stop]:
-    """The lessons of a way, with the minutes of the sections to take.
+def stops(taken: dict[str, tuple[int, ...]], known: dict[str, tuple[Section, ...]]) -> list[Stop]:
+    """The lessons of a way, with the sections to take.
 
     Args:
-        way: One of `WAYS`.
+        taken: As in `Way`.
         known: The sections of each lesson, by its number.
     """
     found = []
-    for lesson, wanted in way.items():
-        minutes = 0
+    for lesson, wanted in taken.items():
+        sections = []
         for section in known.get(lesson, ()):
-            taken = section.number in wanted if wanted else not section.is_optional
-            minutes += section.minutes if taken else 0
-        found.append(Stop(lesson, wanted, minutes))
+            if section.number in wanted if wanted else not section.is_optional:
+                sections.append(section)
+        found.append(Stop(lesson, wanted, tuple(sections)))
     return found
 
 
@@ -149,7 +265,7 @@ class Lesson(NamedTuple):
         minutes: How long a learner takes; None where the lesson does not say.
         exercises: The numbers of those that check themselves, in order.
         notebook: The student notebook.
-        needs: What must come before, "lessons 00 and 01."; "" where the lesson does not say.
+        needs: What must come before, "lesson 00 (section 1)."; "" where the lesson does not say.
         sections: With their times.
     """
 
@@ -251,22 +367,25 @@ def _lesson(path: Path) -> Lesson | None:
     is_student_version = "built" in about
     if not is_student_version or KEPT in path.name:
         return None
-    exercises = []
+    exercises: list[str] = []
     needs = ""
-    prose = []
+    parts: list[Section] = []
     for cell in notebook.get("cells", []):
         text = "".join(cell["source"])
-        said = NEEDS.search(text)
         if cell.get("cell_type") == "code":
-            exercises += CHECK.findall(text)
+            checked = CHECK.findall(text)
+            exercises += checked
+            if checked and parts:
+                parts[-1] = parts[-1]._replace(exercises=(*parts[-1].exercises, *checked))
             continue
-        prose.append(text)
+        parts += sections(text)
+        said = NEEDS.search(text)
         if said and not needs:
             needs = " ".join(said[1].split())
     title = about.get("title") or path.stem.partition("_")[2].replace("_", " ")
     minutes = about.get("minutes")
-    parts = sections("\n\n".join(prose))
-    return Lesson(number_of(path.name), title, minutes, tuple(exercises), path, needs, parts)
+    number = number_of(path.name)
+    return Lesson(number, title, minutes, tuple(exercises), path, needs, tuple(parts))
 
 
 def passed(folder: Path) -> set[str]:
@@ -295,12 +414,66 @@ def record(exercise: str, folder: Path) -> bool:
     return _write_progress(content, folder)
 
 
+def chosen_way(folder: Path) -> str | None:
+    """The name of the way that the learner has chosen; None: no way, or none that there is."""
+    name = _json(folder / PROGRESS).get("way")
+    return name if isinstance(name, str) and name in WAYS else None
+
+
+def choose_way(name: str | None, folder: Path) -> None:
+    """Keep the way beside the notebooks; None ends it.
+
+    Raises:
+        ValueError: There is no such way.
+        OSError: It cannot be written.
+    """
+    if name is not None and name not in WAYS:
+        raise ValueError(suggest.unknown("way", name, WAYS))
+    content = _json(folder / PROGRESS)
+    content.pop("way", None)
+    if name is not None:
+        content["way"] = name
+    write_atomically(folder / PROGRESS, _as_bytes(content))
+
+
+def steps(way: Way, known: list[Lesson]) -> list[tuple[Lesson, Section]]:
+    """The numbered sections of a way in its order, each with its lesson."""
+    by_number = {lesson.number: lesson for lesson in known}
+    found = []
+    sections = {lesson.number: lesson.sections for lesson in known}
+    for stop in stops(way.taken, sections):
+        for section in stop.taken:
+            if section.number is not None:
+                found.append((by_number[stop.number], section))
+    return found
+
+
+def ahead(way: Way, known: list[Lesson], done: set[str]) -> list[tuple[Lesson, Section]]:
+    """The sections of a way from where its learner is to the first exercise that is open.
+
+    That is from behind the exercise before it: nobody notes which sections without one were read.
+    Where all exercises are done it is what comes after the last of them.
+    """
+    found = []
+    for lesson, section in steps(way, known):
+        found.append((lesson, section))
+        if not done.issuperset(section.exercises):
+            return found
+        if section.exercises:
+            found = []
+    return found
+
+
 def _write_progress(content: dict[str, Any], folder: Path) -> bool:
     """Whether it could be written."""
     with contextlib.suppress(OSError):
-        write_atomically(folder / PROGRESS, (json.dumps(content, indent=1) + "\n").encode())
+        write_atomically(folder / PROGRESS, _as_bytes(content))
         return True
     return False
+
+
+def _as_bytes(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=1) + "\n").encode()
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -24,9 +24,9 @@
 # - define MFU, and compute it for a step of your own and for a published training run;
 # - say why fused attention is faster, and write attention that never holds the table of its scores.
 #
-# **Time**: 143 minutes. Good places for a break are after sections 1 and 2. **Needs**: lesson 02 (sections 1 and 2).
-# Everything runs on one core of a CPU. Where only a GPU can show something, the lesson shows what an H100 measured with
-# the same code.
+# **Time**: 143 minutes. Good places for a break are after sections 1 and 2. **Needs**: lesson 02 (section 1). For
+# section 2 also lesson 02 (section 2). Everything runs on one core of a CPU. Where only a GPU can show something, the
+# lesson shows what an H100 measured with the same code.
 
 # %%
 import math

@@ -25,8 +25,8 @@
 # - write AdamW so that its number of calls does not grow with the number of weights.
 #
 # **Time**: 103 minutes, and 20 more for what is optional. A good place for a break is after section 4. **Needs**:
-# lessons 02 (section 1) and 03 (sections 1 to 3). Everything runs on one core of a CPU. Where only a GPU can show
-# something, the lesson shows what an H100 measured with the same code.
+# lessons 02 (section 1) and 03 (section 1). For sections 5 to 9 also lesson 03 (sections 2 and 3). Everything runs on
+# one core of a CPU. Where only a GPU can show something, the lesson shows what an H100 measured with the same code.
 
 # %%
 import math

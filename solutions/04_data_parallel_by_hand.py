@@ -26,8 +26,8 @@
 # - say what data parallelism keeps on each rank, and where, for that reason, it reaches its limit;
 # - write a training script for torchrun, starting from an empty function.
 #
-# **Time**: 135 minutes. Good places for a break are after section 3 and before the script of section 7.
-# **Needs**: lesson 01 (sections 1 to 3).
+# **Time**: 135 minutes. Good places for a break are after section 3 and before the script of section 7. **Needs**:
+# lesson 01 (sections 1 and 2). Question 4 is about section 3 of that lesson.
 
 # %%
 import torch

@@ -25,8 +25,9 @@
 # - say what overlap hides, and what it cannot hide;
 # - use DDP's own tools: `no_sync`, clipping, communication hooks, and its best-known error.
 #
-# **Time**: 125 minutes, and 20 more for what is optional. A good place for a break is after section 3.
-# **Needs**: lesson 01 (sections 2 and 6), lesson 04 (sections 1 and 4).
+# **Time**: 125 minutes, and 20 more for what is optional. A good place for a break is after section 3. **Needs**:
+# lesson 01 (section 2), lesson 04 (section 1). For sections 1 and 4 also lesson 01 (section 6); for section 5 also
+# lesson 04 (section 4).
 
 # %%
 import torch

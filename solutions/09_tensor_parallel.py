@@ -29,7 +29,8 @@
 # **Time**: 140 minutes, and 45 more for what is optional. Good places for a break are after section 2 and after section
 # 4.
 #
-# **Needs**: lesson 01 (sections 2 and 3), lesson 04 (section 1), lesson 08 (sections 2, 3 and 5).
+# **Needs**: lesson 01 (section 2). For section 4 also lesson 01 (section 3) and lesson 08 (section 5); for section 5
+# also lesson 08 (sections 2 and 3); for section 6 also lesson 04 (section 1) and lesson 08 (sections 2 and 3).
 
 # %%
 import math

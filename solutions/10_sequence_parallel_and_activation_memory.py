@@ -26,7 +26,8 @@
 #
 # **Time**: 140 minutes. Good places for a break are after section 2 and after section 3.
 #
-# **Needs**: lesson 01 (sections 2 and 3), lesson 09 (sections 1, 2, 3 and 5).
+# **Needs**: lesson 01 (section 2). For section 2 also lesson 09 (section 2); for sections 3 to 5 also lesson 01
+# (section 3) and lesson 09 (sections 1, 2, 3 and 5).
 
 # %%
 import torch

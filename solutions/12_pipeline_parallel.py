@@ -29,7 +29,9 @@
 # **Time**: 150 minutes, and 75 more for what is optional. Good places for a break are after sections 3 and 6. Sections
 # 7 and 8 are two more schedules, and section 9 joins the lessons of this part.
 #
-# **Needs**: lessons 01 (section 4), 04 (section 4), 08 (section 2), 09 (sections 4 and 6), 10 (section 2).
+# **Needs**: lesson 04 (section 4). For section 3 also lesson 01 (section 4); for section 4 also lesson 10 (section 2);
+# for section 6 also lesson 08 (section 2) and lesson 09 (sections 4 and 6); for section 9 also lesson 09 (section 4)
+# and lesson 10 (section 2).
 
 # %%
 import torch

@@ -26,8 +26,9 @@
 # - write a layer that keeps a part of its weight and borrows the rest, in forward and in backward.
 #
 # **Time**: 164 minutes. Good places for a break are after sections 2 and 3. If you came for FSDP2 alone, take section
-# 1, the text of section 3 and section 4 (without exercise 13.4), and then lesson 13b. **Needs**: lessons 01 (sections
-# 2, 4 and 6), 04 (section 4) and 05 (sections 2 and 3).
+# 1, the text of section 3 and section 4 (without exercise 13.4), and then lesson 13b. **Needs**: lessons 01 (section 2)
+# and 04 (section 1). For sections 2 to 4 also lesson 01 (sections 4 and 6), lesson 04 (section 4) and lesson 05
+# (sections 2 and 3).
 
 # %%
 import torch

@@ -26,7 +26,8 @@
 # - write a training script with FSDP2 that computes in bfloat16, clips, accumulates, and goes on from its checkpoint.
 #
 # **Time**: 139 minutes, and 20 more for what is optional. A good place for a break is after section 6. **Needs**:
-# lessons 13 (sections 1, 3 and 4), 04 (section 7), 05 (sections 1 and 4), 08 (sections 2 and 5) and 09 (section 4).
+# lesson 13 (sections 1, 3 and 4). For section 5 also lesson 05 (sections 1 and 4); for section 6 also lesson 08
+# (sections 2 and 5) and lesson 09 (section 4); for section 7 also lesson 04 (section 7).
 
 # %%
 import torch

@@ -28,7 +28,7 @@
 # - get from the symptom of a failed job to its cause.
 #
 # **Time**: 180 minutes, and 25 more for what is optional. Good places for a break are after sections 2, 3 and 5.
-# **Needs**: lesson 01 (sections 1, 3 and 8), lesson 04 (section 1).
+# **Needs**: lesson 01 (sections 1 and 8), lesson 04 (section 1). For section 4 also lesson 01 (section 3).
 #
 # The first cell imports what the lesson uses of labcode. `replace`, from Python itself, copies a configuration with one
 # value changed.

@@ -25,9 +25,10 @@
 # - submit a hybrid run to two nodes, and read its log line by line;
 # - understand a refusal, and say beforehand whether the activations fit.
 #
-# **Time**: 180 minutes. Good places for a break are after sections 2 and 4. **Needs**: lesson 05 (section 2), lesson 08
-# (sections 1, 2 and 5), lesson 09 (sections 4 and 5), lesson 12 (sections 2, 4 and 5), lesson 13b (section 7), lesson 14
-# (sections 1 and 2).
+# **Time**: 180 minutes. Good places for a break are after sections 2 and 4. **Needs**: lesson 08 (sections 1, 2 and 5),
+# lesson 09 (section 4), lesson 12 (sections 2 and 4). For section 3 also lesson 05 (section 2); for section 5 also
+# lesson 09 (section 5), lesson 12 (section 5) and lesson 13b (section 7); for sections 6 and 7 also lesson 14 (sections
+# 1 and 2).
 #
 # The first cell starts four ranks for sections 2 to 4, and a SLURM of two nodes for sections 6 and 7.
 

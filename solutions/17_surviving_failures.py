@@ -29,9 +29,9 @@
 #   although nothing looks wrong.
 #
 # **Time**: 180 minutes, and 40 more for what is optional. Good places for a break are after sections 1, 2 and 3.
-# **Needs**: lessons 01 (section 1) and 09 (section 2). The end of section 4 trains a layer under FSDP2 (lesson 13b,
-# section 7), and its signals come from the job script of lesson 14, section 3. Section 5 comes back to the hang of
-# lesson 14, section 6.
+# **Needs**: lesson 01 (section 1). The boxes of section 4 are parts of weights, as tensor parallelism cuts them (lesson
+# 09, section 2). The end of that section trains a layer under FSDP2 (lesson 13b, section 7), and its signals come from
+# the job script of lesson 14, section 3. Section 5 comes back to the hang of lesson 14, section 6.
 
 # %%
 from pathlib import Path

@@ -32,8 +32,8 @@
 #
 # **Time**: 180 minutes, and 125 more for what is optional. Good places for a break are after sections 3, 5 and 7.
 #
-# **Needs**: lesson 01 (section 2), lesson 03b (section 4). For section 9 also lesson 09 (section 2) and lesson 13
-# (section 4), for section 11 lesson 10 (sections 3 and 5).
+# **Needs**: lesson 03b (section 4). For section 9 also lesson 01 (section 2), lesson 09 (section 2) and lesson 13
+# (section 4); for section 11 also lesson 10 (sections 3 and 5).
 
 # %%
 import math

@@ -29,8 +29,8 @@
 #
 # **Time**: 180 minutes, and 46 more for what is optional. Good places for a break are after sections 2, 3 and 4.
 #
-# **Needs**: lesson 08 (sections 2, 4 and 5), lesson 10 (section 2), lesson 12 (sections 2 and 4), lesson 13 (sections 1
-# to 4), lesson 15 (section 3), lesson 16 (section 5).
+# **Needs**: lesson 08 (sections 2, 4 and 5), lesson 10 (section 2), lesson 12 (sections 2 and 4), lesson 13 (section
+# 1). For section 3 also lesson 15 (section 3). What the lesson takes from others it says where it uses it.
 
 # %%
 from labcode.lab import Ranks, check, compare, plot

@@ -30,8 +30,8 @@
 # **Time**: 178 minutes, and 30 more for what is optional. Good places for a break are after section 2, and after
 # section 4.
 #
-# **Needs**: lesson 12 (section 2), lesson 13 (section 2), lesson 14 (section 2), lesson 15 (section 3), lesson 16
-# (section 5), lesson 17 (section 1), lesson 20 (sections 1 to 3 and 5).
+# **Needs**: lesson 12 (section 2), lesson 15 (section 3), lesson 20 (sections 1 to 3 and 5). For section 5 also lesson
+# 14 (section 2); for section 8 also lesson 17 (section 1).
 
 # %%
 from labcode.lab import check, compare, plot, show_source

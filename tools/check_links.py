@@ -15,7 +15,7 @@ from tools import fingerprint
 from tools.notebook_run import ROOT
 
 LINK = re.compile(
-    r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|(?:href|src)=[\"']([^\"']+)[\"']|^\[[^\]]+\]:\s*(\S+)",
+    r"\[[^\]]*\]\(\s*(?:<([^>\n]+)>|([^)\s]+))[^)]*\)|(?:href|src)=[\"']([^\"']+)[\"']|^\[[^\]]+\]:\s*(\S+)",
     re.MULTILINE,
 )
 SKIPPED = {"cache", "runs", "build", "node_modules"}

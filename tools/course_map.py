@@ -33,10 +33,10 @@ class Lesson(NamedTuple):
         stem: The name of its files without the ending.
         title: Without the number.
         minutes: What a learner needs.
-        needs: The numbers of the lessons that must come before.
-        helped_by: Those that the lesson mentions without needing them.
+        needs: The numbers of the lessons that must come before its core sections.
         part: The part of the course.
         sections: With their times.
+        needed: Which sections of these lessons, and by which of its own.
     """
 
     number: str
@@ -44,9 +44,9 @@ class Lesson(NamedTuple):
     title: str
     minutes: int
     needs: tuple[str, ...]
-    helped_by: tuple[str, ...]
     part: str
     sections: tuple[course.Section, ...] = ()
+    needed: tuple[course.Need, ...] = ()
 
     @property
     def notebook(self) -> str:
@@ -85,10 +85,18 @@ def lesson_of(stem: str, text: str) -> Lesson:
     about = decorate.headline(stem, text)
     if about.minutes is None:
         raise ValueError(f"{stem}: write how long it takes, as in '**Time**: 60 minutes.'")
-    needs, helped_by = _needs(stem, text)
+    prose = re.sub(r"(?m)^# ?", "", text)
+    parts = course.sections(prose)
+    core = {section.number for section in parts if not section.is_optional}
+    needed = _needs(stem, prose)
+    needs: list[str] = []
+    for need in needed:
+        is_core = need.of is None or not core.isdisjoint(need.of)
+        if is_core and need.lesson not in needs:
+            needs.append(need.lesson)
     part = part_of(about.number)
-    parts = course.sections(re.sub(r"(?m)^# ?", "", text))
-    return Lesson(about.number, stem, about.title, about.minutes, needs, helped_by, part, parts)
+    number, title, minutes = about.number, about.title, about.minutes
+    return Lesson(number, stem, title, minutes, tuple(needs), part, parts, needed)
 
 
 def part_of(number: str) -> str:
@@ -97,34 +105,11 @@ def part_of(number: str) -> str:
     return PARTS[first]
 
 
-def _needs(stem: str, text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The lessons that the paragraph behind **Needs** asks for, and those it only mentions."""
-    prose = re.sub(r"(?m)^# ?", "", text)
-    found = re.search(r"\*\*Needs\*\*:\s(.*?)(?:\n\n|\Z)", prose, re.DOTALL)
+def _needs(stem: str, prose: str) -> tuple[course.Need, ...]:
+    found = course.NEEDS.search(prose)
     if found is None:
-        raise ValueError(f"{stem}: write what it needs, as in '**Needs**: lessons 01 and 04.'")
-    without_remarks = re.sub(r"\([^)]*\)", "", found[1].replace("\n", " "))
-    needs = []
-    mentioned = []
-    first_sentence, _, others = without_remarks.partition(". ")
-    for clause in first_sentence.split(";"):
-        asks = clause.strip().startswith("lesson")
-        numbers = needs if asks else mentioned
-        numbers += _numbers(clause)
-    mentioned += _numbers(others)
-    return tuple(needs), tuple(number for number in mentioned if number not in needs)
-
-
-def _numbers(clause: str) -> list[str]:
-    """The numbers of lessons in a clause; "00 to 02" is three, and "13b" is one."""
-    numbers = []
-    for first, last in re.findall(r"\b(\d\d|\d\db)\b(?: to (\d\d)\b)?", clause):
-        if not last:
-            numbers.append(first)
-            continue
-        for number in range(int(first), int(last) + 1):
-            numbers.append(f"{number:02d}")
-    return numbers
+        raise ValueError(f"{stem}: write what it needs, as in '**Needs**: lesson 01 (section 2).'")
+    return course.needs(found[1])
 
 
 def depths(course: list[Lesson]) -> dict[str, int]:

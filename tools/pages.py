@@ -191,16 +191,27 @@ def with_table(page: str, lessons: Sequence[Lesson]) -> str:
 
 
 def with_ways(page: str, lessons: Sequence[Lesson]) -> str:
-    """COURSE.md with the short ways between its marks."""
+    """COURSE.md with the short ways between its marks; each § leads to its section."""
     notebooks = {lesson.number: lesson.notebook for lesson in lessons}
     known = {lesson.number: lesson.sections for lesson in lessons}
-    rows = ["| to be able to do | lessons, and § their sections | hours |", "|---|---|---:|"]
-    for goal, way in labcode_course.WAYS.items():
-        found = labcode_course.stops(way, known)
+    rows = ["| way | to be able to do | lessons, and § their sections | hours |"]
+    rows.append("|---|---|---|---:|")
+    for name, way in labcode_course.WAYS.items():
+        found = labcode_course.stops(way.taken, known)
         hours = sum(stop.minutes for stop in found) / 60
-        links = [f"[{stop}]({notebooks[stop.number]})" for stop in found]
-        rows.append(f"| {goal} | {' · '.join(links)} | {hours:.1f} |")
+        links = [_linked(stop, notebooks[stop.number]) for stop in found]
+        rows.append(f"| `{name}` | {way.goal} | {' · '.join(links)} | {hours:.1f} |")
     return between(page, WAYS_BEGIN, "\n".join(rows), WAYS_END)
+
+
+def _linked(stop: labcode_course.Stop, notebook: str) -> str:
+    """A lesson on a way, as links to its sections."""
+    if not stop.sections:
+        return f"[{stop.number}]({notebook})"
+    links = []
+    for section in stop.taken:
+        links.append(f"[§{section.number}](<{notebook}#{section.anchor}>)")
+    return f"{stop.number} {' '.join(links)}"
 
 
 def with_hours(page: str, lessons: Sequence[Lesson], root: Path = ROOT) -> str:

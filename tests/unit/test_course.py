@@ -136,8 +136,8 @@ def test_the_command_prints_lessons_minutes_and_what_comes_next(folder, capsys):
 
 
 def test_a_way_is_printed_with_its_sections_and_hours(monkeypatch):
-    way = {"00": (1, 3), "04": ()}
-    monkeypatch.setattr(course, "WAYS", {"Everything": way})
+    way = course.Way("Everything", {"00": (1, 3), "04": ()})
+    monkeypatch.setattr(course, "WAYS", {"all": way})
     parts = "## 1. A (core, 30 min)\n## 3. B (optional, 45 min)\n## Questions (core, 15 min)"
     known = course.sections(parts)
     assert [section.minutes for section in known] == [30, 45, 15]
@@ -145,13 +145,103 @@ def test_a_way_is_printed_with_its_sections_and_hours(monkeypatch):
     for number in ("00", "04"):
         lessons.append(course.Lesson(number, "", None, (), Path(), sections=known))
     told = command.ways(lessons)
-    assert told[:2] == ["Everything (2.0 hours)", "    00 §1, 3 (75 min) · 04 (45 min)"]
+    assert told[:2] == ["all: Everything (2.0 hours)", "    00 §1, 3 (75 min) · 04 (45 min)"]
 
 
 def test_the_ways_of_this_course_are_printed(capsys):
     assert command.main(["ways"], ROOT) == 0
     printed = capsys.readouterr().out
-    assert [goal for goal in course.WAYS if f"{goal} (" not in printed] == []
+    missing = []
+    for name, way in course.WAYS.items():
+        if f"{name}: {way.goal} (" not in printed:
+            missing.append(name)
+    assert missing == []
+
+
+@pytest.fixture
+def on_way(tmp_path, monkeypatch):
+    """The folder of a course of two lessons of three sections, and a way through it."""
+    monkeypatch.setattr(course, "WAYS", {"short": course.Way("Go", {"00": (1, 2), "04": (1, 3)})})
+    for stem in ("00_start", "04_ddp"):
+        cells = []
+        for section in (1, 2, 3):
+            heading = f"## {section}. Part {section} (core, 10 min)"
+            cells.append(nbformat.v4.new_markdown_cell(heading))
+            if section > 1:
+                check = f'check("{int(stem[:2])}.{section}", x)'
+                cells.append(nbformat.v4.new_code_cell(check))
+        about = nbformat.v4.new_notebook(cells=cells, metadata={"lesson": {"built": "abc"}})
+        nbformat.write(about, tmp_path / f"{stem}.ipynb")
+    return tmp_path
+
+
+def printed(words, folder, capsys):
+    """The lines that `python -m labcode` prints for these words."""
+    assert command.main(words, folder) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_next_follows_the_way_that_was_chosen_from_section_to_section(on_way, capsys):
+    by_number = printed([], on_way, capsys)
+    assert by_number[-1] == "Next: exercise 0.2 in 00_start.ipynb"
+    assert printed(["way"], on_way, capsys)[0].startswith("You are on no way. There are short")
+    assert printed(["way", "short"], on_way, capsys)[:3] == [
+        "short: Go",
+        "    00 §1  Part 1, 10 min",
+        "    00 §2  Part 2, 10 min  · 0.2",
+    ]
+    assert printed([], on_way, capsys)[-3:] == [
+        "Next on the way short, up to exercise 0.2:",
+        "    00_start.ipynb, section 1: Part 1",
+        "    00_start.ipynb, section 2: Part 2",
+    ]
+    course.record("0.2", on_way)
+    follows = [
+        "Next on the way short, up to exercise 4.3:",
+        "    04_ddp.ipynb, section 1: Part 1",
+        "    04_ddp.ipynb, section 3: Part 3",
+    ]
+    assert printed([], on_way, capsys)[-3:] == follows
+    assert printed(["way"], on_way, capsys)[2].endswith("✓ 0.2")
+    course.record("4.3", on_way)
+    assert printed([], on_way, capsys)[-1] == "All exercises on the way short are done."
+    printed(["way", "off"], on_way, capsys)
+    assert printed([], on_way, capsys)[-1] == "Next: exercise 0.3 in 00_start.ipynb"
+
+
+def test_a_lesson_marks_the_sections_of_the_way_and_says_where_it_goes_on(on_way, capsys):
+    printed(["way", "short"], on_way, capsys)
+    told = printed(["4"], on_way, capsys)
+    marked = [line.split(",")[0].strip() for line in told if line.endswith("on the way short")]
+    assert marked == ["1. Part 1", "3. Part 3"]
+    assert "Next on the way short, up to exercise 0.2:" in told
+
+
+def test_a_way_is_kept_beside_what_has_passed_and_an_unknown_one_is_refused(
+    on_way, capsys, monkeypatch
+):
+    course.record("4.2", on_way)
+    printed(["way", "short"], on_way, capsys)
+    assert course.passed(on_way) == {"4.2"}
+    course.record("4.3", on_way)
+    assert course.chosen_way(on_way) == "short"
+    assert command.main(["way", "shirt"], on_way) == 2
+    error = "error: unknown way 'shirt': did you mean short? there are short\n"
+    assert capsys.readouterr().err == error
+    assert course.chosen_way(on_way) == "short"
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(course, "write_atomically", full)
+    assert command.main(["way", "off"], on_way) == 2
+    assert "cannot be kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ['"gone"', "3", "null", '["ddp"]'])
+def test_a_way_that_there_is_not_counts_as_none(on_way, way):
+    (on_way / course.PROGRESS).write_text(f'{{"way": {way}}}')
+    assert course.chosen_way(on_way) is None
 
 
 def test_the_command_without_torch(folder):

@@ -90,12 +90,13 @@ def test_a_figure_that_a_lesson_no_longer_has_is_told():
 
 def test_what_a_lesson_needs_is_read_from_its_own_words():
     text = (
-        "# # 09 · Title\n#\n# **Time**: 85 minutes. **Needs**: lessons 01 (16 bytes), 03 to\n"
-        "# 05; lesson 08; section 7 compares with lesson 02. Lesson 06 helps.\n\n# %%\nx = 10\n"
+        "# # 09 · Title\n#\n# **Time**: 85 minutes. **Needs**: lessons 01 (section 2) and 04\n"
+        "# (sections 1 to 3). For section 1 also lesson 08 (section 2); for section 2\n"
+        "# also lesson 05 (section 1). Lesson 06 helps.\n#\n"
+        "# ## 1. A (core, 45 min)\n#\n# ## 2. B (optional, 5 min)\n"
     )
     lesson = course_map.lesson_of("09_title", text)
-    assert lesson.needs == ("01", "03", "04", "05", "08")
-    assert lesson.helped_by == ("02", "06")
+    assert lesson.needs == ("01", "04", "08")
     assert (lesson.title, lesson.minutes, lesson.part) == ("Title", 85, "III Model parallel")
     with pytest.raises(ValueError, match=r"^09_title: write what it needs"):
         course_map.lesson_of("09_title", text.replace("Needs", "Wants"))
@@ -115,7 +116,12 @@ def test_every_lesson_needs_earlier_ones_and_the_first_none():
 
 def test_a_need_that_another_need_implies_draws_no_arrow(tmp_path):
     (tmp_path / "solutions").mkdir()
-    for number, needs in (("00", "nothing"), ("01", "lesson 00"), ("02", "lessons 00 and 01")):
+    needs_of = {
+        "00": "nothing",
+        "01": "lesson 00 (section 1)",
+        "02": "lessons 00 (section 1) and 01 (section 2)",
+    }
+    for number, needs in needs_of.items():
         text = f"# # {number} · Title\n#\n# **Time**: 5 minutes. **Needs**: {needs}.\n"
         (tmp_path / "solutions" / f"{number}_title.py").write_text(text)
     lessons = course_map.lessons(tmp_path)

@@ -17,7 +17,6 @@ SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]*_*.py"))
 LESSONS = {lesson.stem: lesson for lesson in course_map.lessons()}
 WITHOUT_TIME = ("Goals", "Recap", "Where to go", "Sources")
 TIME = re.compile(r"\*\*Time\*\*: (\d+) minutes(?:, and (\d+) more for what is optional)?\.")
-NEEDED = re.compile(r"\b(\d\db?) \(sections? ([^)]+)\)")
 
 each_lesson = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 
@@ -45,24 +44,77 @@ def test_each_section_says_how_long_it_takes_and_the_top_is_their_sum(source):
     assert (int(told[1]), int(told[2] or 0)) == (core, optional)
 
 
+def sections_of(lesson: course_map.Lesson) -> set[int | None]:
+    return {section.number for section in lesson.sections}
+
+
 @each_lesson
 def test_what_a_lesson_needs_are_sections_that_exist(source):
-    found = re.search(r"\*\*Needs\*\*:\s(.*?\.)(?:\s|\Z)", prose(source), re.DOTALL)
-    assert found
     numbers = {lesson.number: lesson for lesson in LESSONS.values()}
-    named = {}
-    for number, sections in NEEDED.findall(" ".join(found[1].split())):
-        named[number] = {int(section) for section in re.findall(r"\d+", sections)}
-    assert set(LESSONS[source.stem].needs) == set(named), "give the sections of each lesson"
-    for number, sections in named.items():
-        assert sections <= {section.number for section in numbers[number].sections}, number
+    lesson = LESSONS[source.stem]
+    said = course.NEEDS.search(prose(source))
+    assert said
+    named = set(re.findall(r"\blessons? (\d\db?)", said[1]))
+    assert named <= {need.lesson for need in lesson.needed}, "give the sections of each lesson"
+    for need in lesson.needed:
+        assert set(need.sections) <= sections_of(numbers[need.lesson]), need
+        assert set(need.of or ()) <= sections_of(lesson), need
 
 
-@pytest.mark.parametrize("goal", course.WAYS)
-def test_a_way_goes_through_sections_that_exist(goal):
-    numbers = {lesson.number: lesson for lesson in LESSONS.values()}
-    for number, sections in course.WAYS[goal].items():
-        assert set(sections) <= {section.number for section in numbers[number].sections}, number
+def test_needs_are_read_for_all_sections_and_for_some():
+    text = (
+        "lessons 01 (section 4) and 03b (sections 1 and\n3 to 5). For section 6 also lesson 04 "
+        "(section 1) and lesson 08 (section 2); for sections 7 to 9 also lesson 02 (section 3)."
+    )
+    assert course.needs(text) == (
+        ("01", (4,), None),
+        ("03b", (1, 3, 4, 5), None),
+        ("04", (1,), (6,)),
+        ("08", (2,), (6,)),
+        ("02", (3,), (7, 8, 9)),
+    )
+    assert course.needs("PyTorch on one device.") == ()
+
+
+def missing(way: course.Way, lessons: dict[str, course_map.Lesson]) -> list[str]:
+    """What sections of a way need and no section before them on it gives."""
+    sections = {lesson.number: lesson.sections for lesson in lessons.values()}
+    passed: set[tuple[str, int | None]] = set()
+    found = []
+    for stop in course.stops(way.taken, sections):
+        taken = {section.number for section in stop.taken}
+        for need in lessons[stop.number].needed:
+            if need.of is not None and taken.isdisjoint(need.of):
+                continue
+            for section in need.sections:
+                if (need.lesson, section) not in passed:
+                    found.append(f"{stop} needs {need.lesson} §{section}")
+        passed |= {(stop.number, section) for section in taken}
+    return found
+
+
+@pytest.mark.parametrize("name", course.WAYS)
+def test_a_way_goes_through_sections_that_exist_and_gives_each_what_its_lesson_needs(name):
+    lessons = {lesson.number: lesson for lesson in LESSONS.values()}
+    way = course.WAYS[name]
+    for number, taken in way.taken.items():
+        assert set(taken) <= sections_of(lessons[number]), number
+    assert next(iter(way.taken)) == "00" and way.taken["00"][0] == 1, "how a lesson works"
+    assert missing(way, lessons) == []
+
+
+def test_a_way_that_leaves_out_what_a_section_needs_is_found():
+    lessons = {lesson.number: lesson for lesson in LESSONS.values()}
+    without = course.Way("", {"01": (1,), "04": (1,)})
+    assert missing(without, lessons) == [
+        "01 §1 needs 00 §1",
+        "01 §1 needs 00 §3",
+        "04 §1 needs 01 §2",
+    ]
+    for_another = course.Way("", {"03": (1,)})
+    of_this = course.Way("", {"03": (1, 2)})
+    assert missing(for_another, lessons) == ["03 §1 needs 02 §1"]
+    assert missing(of_this, lessons) == ["03 §1, 2 needs 02 §1", "03 §1, 2 needs 02 §2"]
 
 
 @each_lesson
