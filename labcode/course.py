@@ -47,7 +47,7 @@ WAYS: dict[str, Way] = {
     ),
     "ddp": Way(
         "A DDP script of my own",
-        {"00": (1, 3, 5), "01": (1, 2), "04": (1, 2, 4, 5, 7)},
+        {"00": (1, 3, 5), "01": (1, 2), "04": (1, 2, 4, 5, 7, 8)},
     ),
     "clinic": Way(
         "DDP understood: overlap, hooks, and what goes wrong",

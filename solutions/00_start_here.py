@@ -77,8 +77,8 @@ compare("cores of this machine", cores_guess, logical_cores, within=2, found="co
 # lesson. You cannot break anything: run a cell as often as you like, and go on without an exercise if you want to. If
 # you have no answer to a question, leave the three dots, but run their cell: later cells use its names.
 #
-# What you have done is kept. This picture shows the exercises of all lessons that you have, and marks those that have
-# passed. To see it again, run the cell again, or type `python -m labcode` in a terminal.
+# What you have done is kept. This picture counts the exercises that have passed, in this lesson and in all. To see it
+# again, run the cell again, or type `python -m labcode` in a terminal.
 
 # %% tags=["figure"]
 plot.progress()
@@ -621,7 +621,9 @@ print(ranks.run(still_here))
 # one that needs it](../images/course_map.svg)
 #
 # `python -m labcode ways` prints ways through the course for one goal each, such as a DDP script of your own, with the
-# sections that they take and their minutes. `COURSE.md` has them below the map.
+# sections that they take and their minutes. `COURSE.md` has them below the map. `python -m labcode way ddp` takes one of
+# them: from then on `python -m labcode` says which section of that way comes next. Whoever gets eight GPUs on Monday
+# takes the way `monday`.
 #
 # You can begin a lesson at any of its sections, or go on there the next day: run the cells above section 1, and then
 # those of the section. The heading of a section says how long it takes, and whether it is core or optional.

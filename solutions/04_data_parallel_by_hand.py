@@ -24,10 +24,11 @@
 # - average gradients over a group, also with shares of different sizes and with accumulation;
 # - divide the data between the ranks, and check that it is divided;
 # - say what data parallelism keeps on each rank, and where, for that reason, it reaches its limit;
-# - write a training script for torchrun, starting from an empty function.
+# - write a training script for torchrun, starting from an empty function;
+# - write one that needs PyTorch alone, and adds bfloat16, accumulation, validation and checkpoints.
 #
-# **Time**: 135 minutes. Good places for a break are after section 3 and before the script of section 7. **Needs**:
-# lesson 01 (sections 1 and 2). Question 4 is about section 3 of that lesson.
+# **Time**: 180 minutes. Good places for a break are after section 3 and before the scripts of sections 7 and 8.
+# **Needs**: lesson 01 (sections 1 and 2). Question 4 is about section 3 of that lesson.
 
 # %%
 import torch
@@ -716,9 +717,9 @@ check("4.4", main)
 
 # %% [markdown]
 # This is a complete training script. To run it outside of the notebook, open a terminal in the folder `runs` beside
-# this notebook: `torchrun --nproc-per-node=2 train_04.py` starts the file that the check has written. It runs unchanged
-# on a cluster where labcode is installed, because it imports `build_model` and `dataset` from there. On several nodes
-# the file and `folder` have to be on a disk that all nodes see.
+# this notebook (right click on the folder, *Open in Terminal*): `torchrun --nproc-per-node=2 train_04.py` starts the
+# file that the check has written. It runs unchanged on a cluster where labcode is installed, because it imports
+# `build_model` and `dataset` from there. On several nodes the file and `folder` have to be on a disk that all nodes see.
 #
 # **Takeaway: join, take a device, wrap the model, give each rank its samples, let rank 0 speak and save, leave.**
 
@@ -727,6 +728,216 @@ check("4.4", main)
 # printing the loss of rank 0 only (the check compares it with the mean); saving `model.state_dict()`, whose names all
 # begin with `module.`; a batch of `global_batch` on every rank; `set_epoch` forgotten; building the DDP before moving
 # the model. For the discussion: which lines would change for a model that does not fit on one GPU?
+
+# %% [markdown]
+# ## 8. A script without labcode (core, 45 min)
+#
+# The script of section 7 still imports its model and its data from labcode. At work nobody has labcode, and a script
+# does more: it computes in bfloat16, accumulates, validates, and goes on from a checkpoint. Here is the whole of it,
+# with a model and data of a few lines that you can replace by your own. You have met each part on one process or in
+# this lesson. What several ranks change about it stands here:
+#
+# - **bfloat16.** `torch.autocast(device.type, dtype=torch.bfloat16)` rounds copies of weights and activations for the
+#   products. Weights, gradients and the optimizer stay in float32, and so does what DDP sends.
+# - **Accumulation.** Within `model.no_sync()`, a context of the DDP object, backward sends nothing and the gradients
+#   add up in `.grad`. The last micro-batch of a step runs outside of it, and its backward sends the sum. Forward has to
+#   be inside the context as well.
+# - **Validation.** `DistributedSampler` repeats samples until all shares are equal, so some would count twice. Take
+#   every p-th sample with `Subset(data, range(rank, len(data), p))` instead, add up losses and counts, and divide once.
+#   Call the model inside DDP: the shares may have different numbers of batches, and DDP may send in forward too, for
+#   example the statistics of a BatchNorm.
+# - **Checkpoint.** Rank 0 saves. A job can be killed in the middle of it, so the new file is written under another name
+#   first, and `os.replace` puts it in the place of the old one. All ranks load, each to its own device.
+#   `weights_only=True` reads tensors and numbers, and runs no code that somebody has put into the file.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 4.5 · Training in plain PyTorch
+#
+# Write the five functions that are open; `run` shows how they are called. Each has 2 to 15 lines.
+#
+# 1. `loss_of` gives the mean loss of some samples. Forward runs under autocast, and the loss itself in float32.
+# 2. `train_epoch` makes a step after every `MICRO_BATCHES` batches of the loader, whose number they divide. Each loss is
+#    divided by `MICRO_BATCHES`, and the gradients travel once in a step. It returns the mean of all losses of all ranks.
+# 3. `validate` returns the mean loss over all samples of `data`, and how many samples all ranks have counted together.
+# 4. `save` writes the number of epochs that are done, the model's state dict and the optimizer's.
+# 5. `load` reads them back and returns the number of epochs, or 0 where there is no checkpoint.
+#
+# The check writes this cell, all of it, to the file `runs/train_plain.py`. torchrun starts it on one rank for four
+# epochs, on two ranks for two, and then on two ranks again, which have to go on from the checkpoint. The losses must be
+# the same within 1 %, which is what bfloat16 leaves. This takes about half a minute.
+
+# %% tags=["exercise"]
+import os
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+
+GLOBAL_BATCH = 32  # samples of a step, on all ranks together
+MICRO_BATCHES = 2
+CHECKPOINT = "plain.pt"
+
+
+class Rings(Dataset):
+    """Points of a plane, and the number of the ring in which each lies."""
+
+    def __init__(self, num_samples, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.points = torch.randn(num_samples, 2, generator=generator)
+        self.rings = (2 * self.points.norm(dim=1)).long().clamp(max=3)
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, number):
+        return self.points[number], self.rings[number]
+
+
+def build_model():
+    hidden = nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+    return nn.Sequential(hidden, nn.Linear(64, 4))
+
+
+def join():
+    """Meet the other ranks; returns the device of this one."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def loss_of(model, inputs, targets, device):
+    """The mean loss of some samples; forward in bfloat16."""
+    ### BEGIN SOLUTION
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        logits = model(inputs.to(device))
+    return F.cross_entropy(logits.float(), targets.to(device))
+    ### END SOLUTION
+
+
+def train_epoch(model, optimizer, loader, device):
+    """Train on this rank's share; returns the mean loss of all ranks. `model` is DDP."""
+    ### BEGIN SOLUTION
+    total = torch.zeros((), device=device)
+    for number, (inputs, targets) in enumerate(loader, 1):
+        is_last = number % MICRO_BATCHES == 0
+        with nullcontext() if is_last else model.no_sync():
+            loss = loss_of(model, inputs, targets, device)
+            (loss / MICRO_BATCHES).backward()
+        total += loss.detach()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    mean = total / len(loader)
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
+    ### END SOLUTION
+
+
+def validate(model, data, device):
+    """(mean loss, number of samples) over all ranks. `model` is the one inside DDP."""
+    ### BEGIN SOLUTION
+    own = Subset(data, range(dist.get_rank(), len(data), dist.get_world_size()))
+    loss_sum = torch.zeros((), device=device)
+    count = torch.tensor(len(own), device=device)
+    model.eval()
+    with torch.no_grad():
+        for inputs, targets in DataLoader(own, batch_size=16):
+            loss_sum += loss_of(model, inputs, targets, device) * len(inputs)
+    model.train()
+    dist.all_reduce(loss_sum)
+    dist.all_reduce(count)
+    return (loss_sum / count).item(), count.item()
+    ### END SOLUTION
+
+
+def save(folder, epochs_done, model, optimizer):
+    """Rank 0 writes the checkpoint; it is there whole, or the older one is."""
+    ### BEGIN SOLUTION
+    if dist.get_rank() != 0:
+        return
+    content = {
+        "epochs": epochs_done,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
+    unfinished = folder / f"{CHECKPOINT}.tmp"
+    torch.save(content, unfinished)
+    os.replace(unfinished, folder / CHECKPOINT)
+    ### END SOLUTION
+
+
+def load(folder, model, optimizer, device):
+    """The number of epochs that are done, with the state after them in place."""
+    ### BEGIN SOLUTION
+    path = folder / CHECKPOINT
+    if not path.exists():
+        return 0
+    content = torch.load(path, map_location=device, weights_only=True)
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+    return content["epochs"]
+    ### END SOLUTION
+
+
+def run(folder, epochs):
+    """What each rank runs: train up to `epochs`, from the checkpoint if there is one."""
+    device = join()
+    model = build_model().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    epochs_done = load(folder, model, optimizer, device)
+    wrapped = DistributedDataParallel(model)  # rank 0's weights go to all
+    train_set = Rings(256, seed=0)
+    share = DistributedSampler(train_set)
+    batch_of_rank = GLOBAL_BATCH // MICRO_BATCHES // dist.get_world_size()
+    loader = DataLoader(train_set, batch_size=batch_of_rank, sampler=share)
+    for epoch in range(epochs_done, epochs):
+        share.set_epoch(epoch)
+        train_loss = train_epoch(wrapped, optimizer, loader, device)
+        loss, count = validate(model, Rings(101, seed=1), device)
+        if dist.get_rank() == 0:
+            losses = f"train {train_loss:.4f} validation {loss:.4f}"
+            print(f"epoch {epoch}: {losses} of {count}")
+        save(folder, epoch + 1, model, optimizer)
+    dist.destroy_process_group()
+
+# %% tags=["check"]
+check("4.5", run)
+
+# %% [markdown]
+# The file is yours now. `torchrun --nproc-per-node=2 train_plain.py 4` starts it in the folder `runs`, and `8` in the
+# place of `4` goes on from there. Put your model in the place of `build_model`, your data in the place of `Rings`, and
+# your loss into `loss_of`. What a script for a long run has besides:
+#
+# | what a production script adds | section |
+# |---|---|
+# | workers that read ahead of the GPU | lesson 02, sections 4 and 5 |
+# | a profile of some steps | lesson 02, section 6 |
+# | a fused optimizer and `torch.compile` | lesson 03b, sections 5 and 6 |
+# | gradients that are clipped over all micro-batches | lesson 05, section 6 |
+# | warm-up, and a learning rate that fits the batch | lesson 06, section 4 |
+# | the arguments of DDP, and a loss scale for float16 | lesson 07, section 9 |
+# | a job script, and an end before the time limit | lesson 14, sections 2 and 3 |
+# | several checkpoints, checked when they are read | lesson 17, section 2 |
+# | an alarm for a hang and for a loss that is not a number | lesson 17, section 5 |
+# | a model that does not fit on one GPU | lesson 13b, section 7 |
+#
+# **Takeaway: a DDP script is the script of one process with six additions: join, wrap, shares, `no_sync`, sums over the
+# ranks in what is logged, and one rank that writes.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* What goes wrong most: the optimizer steps inside `no_sync`, or every micro-batch is inside it,
+# and the ranks drift apart without an error; the mean of the ranks' validation losses; `DistributedSampler` for
+# validation, which counts 102 samples of 101; a checkpoint without the optimizer's moments, whose losses look right for
+# an epoch. Ask: what does a checkpoint in the middle of an epoch need besides? (The position in the epoch, and the
+# states of the random number generators where there is dropout.)
 
 # %% [markdown]
 # ## From here to GPUs and SLURM (core, 2 min)

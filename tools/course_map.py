@@ -94,9 +94,16 @@ def lesson_of(stem: str, text: str) -> Lesson:
         is_core = need.of is None or not core.isdisjoint(need.of)
         if is_core and need.lesson not in needs:
             needs.append(need.lesson)
-    part = part_of(about.number)
-    number, title, minutes = about.number, about.title, about.minutes
-    return Lesson(number, stem, title, minutes, tuple(needs), part, parts, needed)
+    return Lesson(
+        number=about.number,
+        stem=stem,
+        title=about.title,
+        minutes=about.minutes,
+        needs=tuple(needs),
+        part=part_of(about.number),
+        sections=parts,
+        needed=needed,
+    )
 
 
 def part_of(number: str) -> str:

@@ -546,4 +546,138 @@ WRITTEN = Answers(
     },
 )
 
-ANSWERS = {"4.1": AVERAGE, "4.2": UNEVEN, "4.3": ACCUMULATED, "4.4": WRITTEN}
+# ---- 4.5 the script without labcode: the whole cell
+
+SYNC_FLAG = changed(
+    "        with nullcontext() if is_last else model.no_sync():\n"
+    "            loss = loss_of(model, inputs, targets, device)\n"
+    "            (loss / MICRO_BATCHES).backward()\n"
+    " => "
+    "        if is_last:\n"
+    "            loss = loss_of(model, inputs, targets, device)\n"
+    "            (loss / MICRO_BATCHES).backward()\n"
+    "        else:\n"
+    "            with model.no_sync():\n"
+    "                loss = loss_of(model, inputs, targets, device)\n"
+    "                (loss / MICRO_BATCHES).backward()\n"
+)
+SUMS_IN_ONE_MESSAGE = changed(
+    "    dist.all_reduce(loss_sum)\n    dist.all_reduce(count)\n"
+    "    return (loss_sum / count).item(), count.item()\n"
+    " => "
+    "    both = torch.stack([loss_sum.double(), count.double()])\n"
+    "    dist.all_reduce(both)\n"
+    "    return (both[0] / both[1]).item(), int(both[1])\n"
+)
+ALL_VALIDATE_ALL = changed(
+    "Subset(data, range(dist.get_rank(), len(data), dist.get_world_size())) => data",
+    "    dist.all_reduce(loss_sum)\n    dist.all_reduce(count)\n => ",
+)
+MAP_TO_CPU = changed(
+    "map_location=device, weights_only=True => map_location='cpu'",
+    "    unfinished = folder => "
+    "    content['note'] = {'torch': str(torch.__version__)}\n    unfinished = folder",
+)
+OWN = "Subset(data, range(dist.get_rank(), len(data), dist.get_world_size()))"
+
+PLAIN = Answers(
+    solves="run",
+    takes_ranks=False,
+    real=True,
+    right={
+        "two branches": SYNC_FLAG,
+        "sum and count in one message": SUMS_IN_ONE_MESSAGE,
+        "every rank validates all": ALL_VALIDATE_ALL,
+        "read to the CPU first": MAP_TO_CPU,
+    },
+    wrong={
+        "imports labcode": (
+            changed("import os\n => import os\nfrom labcode.units import GIB\n"),
+            "the script imports labcode",
+        ),
+        "a name of another cell": (
+            changed("F.cross_entropy => gpt.loss"),
+            "the file would not know the name `gpt`",
+        ),
+        "in float32": (
+            changed("with torch.autocast(device.type, dtype=torch.bfloat16): => if True:"),
+            "forward does not run in bfloat16",
+        ),
+        "sends every micro-batch": (
+            changed("with nullcontext() if is_last else model.no_sync(): => if True:"),
+            "DDP sends the gradients after each micro-batch",
+        ),
+        "writes over the checkpoint": (
+            changed(
+                "torch.save(content, unfinished) => torch.save(content, folder / CHECKPOINT)",
+                "    os.replace(unfinished, folder / CHECKPOINT)\n => ",
+            ),
+            "leaves half a checkpoint",
+        ),
+        "never sends": (
+            changed("nullcontext() if is_last else model.no_sync() => model.no_sync()"),
+            "on 2 ranks: epoch 0 has the training loss",
+        ),
+        "a sampler for validation": (
+            changed(
+                f"    own = {OWN}\n =>     own = data\n",
+                "DataLoader(own, batch_size=16) => "
+                "DataLoader(own, 16, sampler=DistributedSampler(own, shuffle=False))",
+                "    count = torch.tensor(len(own), device=device)\n => "
+                "    count = torch.tensor(0, device=device)\n",
+                "* len(inputs)\n => * len(inputs)\n            count += len(inputs)\n",
+            ),
+            "on 2 ranks: 102 samples were counted for validation, and on one rank 101",
+        ),
+        "the loss of rank 0's samples": (
+            changed("    dist.all_reduce(loss_sum)\n => "),
+            "on 2 ranks: epoch 0 has the validation loss",
+        ),
+        "the count of rank 0": (
+            changed("    dist.all_reduce(count)\n => "),
+            "51 samples were counted for validation, and on one rank 101: add up the counts",
+        ),
+        "the mean of rank 0": (
+            changed("    dist.all_reduce(mean)\n => "),
+            "on 2 ranks: epoch 0 has the training loss",
+        ),
+        "a step for each micro-batch": (
+            changed("        if is_last:\n =>         if True:\n"),
+            "on 2 ranks: epoch",
+        ),
+        "begins anew": (
+            changed('return content["epochs"] => return 0'),
+            "from the checkpoint: it began anew",
+        ),
+        "without the optimizer": (
+            changed('    optimizer.load_state_dict(content["optimizer"])\n => '),
+            "from the checkpoint: epoch 2 has the losses",
+        ),
+        "without the weights": (
+            changed('    model.load_state_dict(content["model"])\n => '),
+            "from the checkpoint: epoch 2 has the losses",
+        ),
+        "one epoch too many": (
+            changed('return content["epochs"] => return content["epochs"] + 1'),
+            "from the checkpoint: it printed the epochs [3], expected [2, 3]",
+        ),
+        "saves the DDP object": (
+            changed("save(folder, epoch + 1, model, => save(folder, epoch + 1, wrapped,"),
+            "begin with `module.`",
+        ),
+        "everybody saves": (
+            changed("    if dist.get_rank() != 0:\n        return\n => "),
+            "let rank 0 alone write files",
+        ),
+        "everybody prints": (
+            changed("if dist.get_rank() == 0: => if True:"),
+            "more than one rank prints",
+        ),
+        "left open": (
+            changed("    dist.destroy_process_group()\n => "),
+            "the process group is still there at the end",
+        ),
+    },
+)
+
+ANSWERS = {"4.1": AVERAGE, "4.2": UNEVEN, "4.3": ACCUMULATED, "4.4": WRITTEN, "4.5": PLAIN}

@@ -269,18 +269,36 @@ def test_the_command_where_there_is_no_course(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("no lesson found: go to the folder")
 
 
-def test_the_picture_shows_what_has_passed(folder):
+def test_the_picture_shows_the_lesson_one_is_in_and_the_whole_course(folder):
     course.record("4.2", folder)
     picture = plot.progress(folder)
-    assert picture.alt == "Exercises that have passed: 0 of 2 in lesson 00, 1 of 2 in lesson 04"
+    told = "0 of 2 (lesson 00, Start here), 1 of 4 (all lessons)"
+    assert picture.alt == f"Exercises that have passed: {told}"
     words = [text.get_text() for text in picture.axes[0].texts]
-    assert words == ["00  Start here", "0.1", "0.2", "04  DDP", "4.1", "✓ 4.2"]
+    assert words == [
+        "lesson 00, Start here",
+        "0 of 2 exercises",
+        "all lessons",
+        "1 of 4 exercises",
+    ]
+    for exercise in ("0.1", "0.2"):
+        course.record(exercise, folder)
+    assert "1 of 2 (lesson 04, DDP)" in plot.progress(folder).alt
+    course.record("4.1", folder)
+    assert "2 of 2 (lesson 04, DDP), 4 of 4 (all lessons)" in plot.progress(folder).alt
+
+
+def test_the_picture_shows_the_way_that_is_chosen(on_way):
+    course.choose_way("short", on_way)
+    course.record("4.3", on_way)
+    course.record("4.2", on_way)
+    assert plot.progress(on_way).alt.endswith(": 1 of 2 (the way short), 2 of 4 (all lessons)")
 
 
 def test_the_picture_in_a_folder_without_lessons_is_that_of_the_course(tmp_path):
     """As where the builder runs a lesson: what this machine's learner has done is not shown."""
     picture = plot.progress(tmp_path)
-    assert " 0 of 2 in lesson 00" in picture.alt
+    assert " 0 of 2 (lesson 00, Start here), 0 of " in picture.alt
 
 
 def test_the_picture_stored_in_lesson_00_is_that_of_the_course(tmp_path):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from labcode.models.gpt import loss as gpt_loss
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import Exercise, Hint
-from labcode.teach.exercises import scripts, small_gpt
+from labcode.teach.exercises import l04_plain, scripts, small_gpt
 from labcode.teach.exercises.expect import (
     careless,
     confirm,
@@ -590,6 +590,17 @@ EXERCISES = {
             "The loss that rank 0 knows is that of its own samples. Which collective gives it the "
             "sum over all ranks?",
             "`DistributedDataParallel` keeps your model in its attribute `module`.",
+        ),
+    ),
+    "4.5": Exercise(
+        check=l04_plain.script,
+        praise="one and two ranks train alike, each sample of validation counts once, and a run "
+        "goes on from its checkpoint",
+        hints=(
+            "`with model.no_sync():` is for all micro-batches of a step but one. For which?",
+            "Each rank knows the sum of its own losses and the number of its own samples. What has "
+            "to be added up over the ranks before you divide?",
+            "What does AdamW keep besides the weights, and what happens to a run that loses it?",
         ),
     ),
 }

@@ -1,11 +1,12 @@
-"""A drawing of what a learner has done: a row for each lesson, a box for each exercise.
+"""A drawing of how far a learner is: a bar for the way or part they are on, and one for the course.
 
 Lesson 00 shows it; `plot.progress` is the way in.
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import Rectangle
 
 from labcode import course
 from labcode.teach.figures.style import (
@@ -16,21 +17,34 @@ from labcode.teach.figures.style import (
     blank,
     canvas,
     figure,
-    ink_on,
     put_text,
 )
 
 DONE = PALETTE[2]  # a green
-LETTER = 0.155  # width of a letter of a title, in boxes
-BOX = 0.78
-ROW_IN = 0.36
+WIDTH_IN = 6.0
+ROW_IN = 0.62
+
+
+class _Row(NamedTuple):
+    """A bar.
+
+    Args:
+        title: What it counts.
+        done: The exercises of it that have passed.
+        total: All of its exercises.
+    """
+
+    title: str
+    done: int
+    total: int
 
 
 @figure
 def progress(folder: str | Path | None = None) -> Picture:
-    """The exercises of all lessons, those that have passed in colour and ticked.
+    """How many exercises have passed: of the way that is chosen, or of a lesson, and of the course.
 
-    The lessons are those of the course; what has passed is looked up beside the notebook.
+    Without a way it is the first lesson that has an open exercise. The lessons are those of the
+    course; what has passed is looked up beside the notebook.
 
     Args:
         folder: Of the student notebooks; None: where this notebook lies.
@@ -44,38 +58,46 @@ def progress(folder: str | Path | None = None) -> Picture:
         raise ValueError(f"no lesson in {here}: give the folder that holds the notebooks")
     lessons = course.lessons(found)
     passed = course.passed(here)
-    most = max(len(lesson.exercises) for lesson in lessons)
-    titles = [f"{lesson.number}  {lesson.title}" for lesson in lessons]
-    first_box = LETTER * max(map(len, titles)) + 0.3
-    width = first_box + most
-    counts = []
+    everything: list[str] = []
     for lesson in lessons:
-        done = len(passed.intersection(lesson.exercises))
-        counts.append(f"{done} of {len(lesson.exercises)} in lesson {lesson.number}")
-    alt = f"Exercises that have passed: {', '.join(counts)}"
+        everything += lesson.exercises
+    rows = [
+        _nearest(lessons, passed, course.chosen_way(here)),
+        _row("all lessons", everything, passed),
+    ]
+    told = [f"{row.done} of {row.total} ({row.title})" for row in rows]
+    alt = f"Exercises that have passed: {', '.join(told)}"
 
-    picture = canvas(ROW_IN * width * 1.3, ROW_IN * len(lessons), alt=alt)
+    picture = canvas(WIDTH_IN, ROW_IN * len(rows), alt=alt)
     axes = picture.axes[0]
     blank(axes)
     axes.set_aspect("auto")
-    axes.set(xlim=(0, width), ylim=(-len(lessons), 0))
-    for row, lesson in enumerate(lessons):
-        y = -row - 0.5
-        put_text(axes, 0, y, titles[row], 9, ha="left")
-        for column, exercise in enumerate(lesson.exercises):
-            is_done = exercise in passed
-            colour = DONE if is_done else PALE
-            left = first_box + column
-            box = FancyBboxPatch(
-                (left, y - BOX / 2),
-                BOX,
-                BOX,
-                boxstyle="round,pad=0,rounding_size=0.12",
-                facecolor=colour,
-                edgecolor=RULE,
-                linewidth=0.8,
-            )
-            axes.add_patch(box)
-            text = f"✓ {exercise}" if is_done else exercise
-            put_text(axes, left + BOX / 2, y, text, 8, color=ink_on(colour))
+    axes.set(xlim=(0, 1), ylim=(-len(rows), 0))
+    for place, row in enumerate(rows):
+        top = -place - 0.45
+        put_text(axes, 0, top + 0.2, row.title, 9, ha="left")
+        put_text(axes, 1, top + 0.2, f"{row.done} of {row.total} exercises", 9, ha="right")
+        share = row.done / row.total if row.total else 0
+        for width, colour in ((1.0, PALE), (share, DONE)):
+            bar = Rectangle((0, top - 0.4), width, 0.32, facecolor=colour, edgecolor=RULE)
+            axes.add_patch(bar)
     return picture
+
+
+def _nearest(lessons: list[course.Lesson], passed: set[str], name: str | None) -> _Row:
+    """The chosen way, or else the first lesson that is not done."""
+    if name is not None:
+        exercises: list[str] = []
+        for _, section in course.steps(course.WAYS[name], lessons):
+            exercises += section.exercises
+        return _row(f"the way {name}", exercises, passed)
+    lesson = lessons[-1]
+    for one in lessons:
+        if not passed.issuperset(one.exercises):
+            lesson = one
+            break
+    return _row(f"lesson {lesson.number}, {lesson.title}", lesson.exercises, passed)
+
+
+def _row(title: str, exercises: list[str] | tuple[str, ...], passed: set[str]) -> _Row:
+    return _Row(title, len(passed.intersection(exercises)), len(exercises))

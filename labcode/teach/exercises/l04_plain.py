@@ -1,0 +1,246 @@
+"""The exercise of lesson 04 with a script that imports nothing but torch.
+
+What the learner is given is one cell, a whole script with four functions to write:
+
+    def run(folder, epochs):
+        ...
+
+    check("4.5", run)
+
+The script is judged by itself: on one rank, on two, and on two from a checkpoint.
+"""
+
+import ast
+import linecache
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from labcode.teach.check import Hint
+from labcode.teach.exercises import scripts
+from labcode.teach.exercises.expect import refuse
+
+SCRIPT = "train_plain.py"
+FOOTER = """
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    run(Path("."), epochs=int(sys.argv[1]))
+"""
+CHECKPOINT = "plain.pt"
+EPOCHS = 4
+STOP = 2  # epochs before the checkpoint that a run goes on from
+# bfloat16 keeps three digits of a gradient, and two ranks round other parts of it than one.
+ROUNDING = 0.01
+# What numbers cannot show is looked for in the source.
+CALLED = {
+    "autocast": "forward does not run in bfloat16: torch.autocast",
+    "no_sync": "DDP sends the gradients after each micro-batch: no_sync",
+    "replace": "a run that is killed while it saves leaves half a checkpoint: write to another "
+    "name, then os.replace",
+    "destroy_process_group": "the process group is still there at the end",
+}
+LINE = re.compile(
+    r"(?m)^\[rank (\d+)\] epoch (\d+): train ([\d.naif]+) validation ([\d.naif]+) of (\d+)"
+)
+
+
+class _Epoch(NamedTuple):
+    """What the script printed after an epoch.
+
+    Args:
+        number: Of the epoch.
+        train: Mean loss over the samples of the epoch.
+        validation: Mean loss over the validation set.
+        count: The samples that the script has counted there.
+    """
+
+    number: int
+    train: float
+    validation: float
+    count: int
+
+
+def script(function: Callable[..., Any] | str, folder: Path | str = "runs") -> None:
+    """The learner's cell as a file that torchrun starts on one rank, on two, and on two again.
+
+    Args:
+        function: The cell's function `run`, or the text of the cell.
+        folder: Where the file `train_plain.py` is written.
+    """
+    source = function if isinstance(function, str) else cell_of(function)
+    if 'NotImplementedError("exercise' in source:
+        raise NotImplementedError("exercise: your code here")
+    _check_source(source)
+    path = Path(folder) / SCRIPT
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source + FOOTER)
+    (path.parent / CHECKPOINT).unlink(missing_ok=True)
+    alone = _run("on 1 rank: ", path, EPOCHS, nproc=1)
+    _check_epochs("on 1 rank: ", alone, range(EPOCHS))
+    _check_checkpoint("on 1 rank: ", path)
+    (path.parent / CHECKPOINT).unlink()
+    pair = _run("on 2 ranks: ", path, STOP, nproc=2)
+    _check_epochs("on 2 ranks: ", pair, range(STOP))
+    _check_same_training(pair, alone)
+    _check_checkpoint("on 2 ranks: ", path)
+    resumed = _run("from the checkpoint: ", path, EPOCHS, nproc=2)
+    _check_resumed(resumed, alone)
+
+
+def cell_of(function: Callable[..., Any]) -> str:
+    """The text of the cell that defines a function."""
+    return "".join(linecache.getlines(function.__code__.co_filename))
+
+
+# ---- without running it
+
+
+def _check_source(source: str) -> None:
+    unknown = scripts.missing_names(source, "")
+    tree = ast.parse(source)
+    names = set()
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").partition(".")[0])
+    mistakes: dict[str, Any] = {
+        "the script imports labcode: it is to run where there is only PyTorch": (
+            "labcode" in imported
+        ),
+        f"the file would not know the name `{', '.join(unknown[:1])}`: it holds this cell alone": (
+            unknown
+        ),
+    }
+    for name, meaning in CALLED.items():
+        mistakes[meaning] = name not in names
+    refuse(mistakes)
+
+
+# ---- what it printed
+
+
+def _run(case: str, path: Path, epochs: int, *, nproc: int) -> list[_Epoch]:
+    output = scripts.run(case, path, str(epochs), nproc=nproc)
+    found = LINE.findall(output)
+    speakers = {rank for rank, *_ in found}
+    mistakes = {
+        'nothing like "epoch 0: train 0.1234 validation 0.2345 of 101" was printed': (
+            not found and "epoch" not in output and epochs > 0
+        ),
+        "more than one rank prints: let rank 0 alone do it": len(speakers) > 1,
+    }
+    refuse(mistakes, case)
+    return [
+        _Epoch(int(number), float(train), float(validation), int(count))
+        for _, number, train, validation, count in found
+    ]
+
+
+def _check_epochs(case: str, found: list[_Epoch], expected: range) -> None:
+    numbers = [epoch.number for epoch in found]
+    is_finite = [math.isfinite(epoch.train + epoch.validation) for epoch in found]
+    mistakes = {
+        f"it printed the epochs {numbers}, expected {list(expected)}": numbers != list(expected),
+        "a loss is not a number": not all(is_finite),
+    }
+    refuse(mistakes, case)
+    is_better = found[-1].train < found[0].train
+    refuse({"the loss does not fall: does the optimizer make its steps?": not is_better}, case)
+
+
+def _check_same_training(pair: list[_Epoch], alone: list[_Epoch]) -> None:
+    """Two ranks see the validation set once, and train as one rank does."""
+    case = "on 2 ranks: "
+    first, reference = pair[0], alone[0]
+    more = first.count > reference.count
+    counted = (
+        f"{first.count} samples were counted for validation, and on one rank {reference.count}: "
+    )
+    mistakes = {
+        f"{counted}some stand in the shares of both ranks": more,
+        f"{counted}add up the counts of all ranks": first.count < reference.count,
+    }
+    refuse(mistakes, case)
+    for own, other in zip(pair, alone):
+        # the validation of the first epoch is that of nearly the same weights
+        same_train = _is_near(own.train, other.train)
+        same_validation = _is_near(own.validation, other.validation)
+        trained = (
+            f"epoch {own.number} has the training loss {own.train:.4f}, and on 1 rank "
+            f"{other.train:.4f}: are the samples of a step the same, is each loss divided by the "
+            "number of micro-batches, and does the last one send?"
+        )
+        validated = (
+            f"epoch {own.number} has the validation loss {own.validation:.4f}, and on 1 rank "
+            f"{other.validation:.4f}, though the training is the same: add up sums and counts "
+            "over all ranks, and divide once"
+        )
+        refuse({trained: not same_train, validated: not same_validation}, case)
+
+
+def _check_resumed(resumed: list[_Epoch], alone: list[_Epoch]) -> None:
+    case = "from the checkpoint: "
+    numbers = [epoch.number for epoch in resumed]
+    expected = list(range(STOP, EPOCHS))
+    mistakes = {
+        f"it began anew, though {STOP} epochs were done: is the checkpoint read, and the number of "
+        "epochs that stands in it?": numbers[:1] == [0],
+        f"it printed the epochs {numbers}, expected {expected}": numbers != expected,
+    }
+    refuse(mistakes, case)
+    for own, other in zip(resumed, alone[STOP:]):
+        is_same = _is_near(own.train, other.train) and _is_near(own.validation, other.validation)
+        other_run = (
+            f"epoch {own.number} has the losses {own.train:.4f} and {own.validation:.4f}, and the "
+            f"run that went through has {other.train:.4f} and {other.validation:.4f}: do weights "
+            "and the optimizer's state come back, and does the sampler know the epoch?"
+        )
+        refuse({other_run: not is_same}, case)
+
+
+def _is_near(found: float, expected: float) -> bool:
+    return abs(found - expected) <= ROUNDING * abs(expected)
+
+
+# ---- what it saved
+
+
+def _check_checkpoint(case: str, path: Path) -> None:
+    file = path.parent / CHECKPOINT
+    refuse({f"there is no file {CHECKPOINT} in the folder it was given": not file.exists()}, case)
+    try:
+        content = torch.load(file, weights_only=True)
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        raise Hint(f"{case}{CHECKPOINT} cannot be read with weights_only: {first}") from None
+    tensors = []
+    waiting = [("", content)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(str(key), inner) for key, inner in value.items()]
+        elif isinstance(value, torch.Tensor):
+            tensors.append((name, value))
+    names = [name for name, _ in tensors]
+    halves = [name for name, tensor in tensors if tensor.dtype == torch.bfloat16]
+    mistakes = {
+        f"{CHECKPOINT} holds no tensor": not tensors,
+        "names in the checkpoint begin with `module.`: save the model inside DDP, or nobody can "
+        "load it without DDP": any(name.startswith("module.") for name in names),
+        f"{', '.join(halves[:1])} is saved in bfloat16: autocast rounds copies, and the weights "
+        "stay in float32": halves,
+    }
+    refuse(mistakes, case)
