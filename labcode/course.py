@@ -161,12 +161,15 @@ class Section(NamedTuple):
 
     @property
     def anchor(self) -> str:
-        """Of its heading, as JupyterLab makes it: a dash in the place of each space of its text."""
+        """What leads to it in JupyterLab, behind the `#` of a link to its notebook.
+
+        A dash stands in the place of each space of the heading. Without `heading=` JupyterLab 4
+        would look only among the cells that it has drawn.
+        """
         number = "" if self.number is None else f"{self.number}. "
         kind = "optional" if self.is_optional else "core"
-        return f"{number}{self.title} ({kind}, {self.minutes} min)".replace("`", "").replace(
-            " ", "-"
-        )
+        heading = f"{number}{self.title} ({kind}, {self.minutes} min)"
+        return "heading=" + heading.replace("`", "").replace(" ", "-")
 
 
 def sections(markdown: str) -> tuple[Section, ...]:

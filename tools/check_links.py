@@ -72,6 +72,7 @@ def broken(path: Path, root: Path) -> list[str]:
         if re.match(r"[a-z][a-z0-9+.-]*:|//", link, re.IGNORECASE):
             continue  # another site, or mailto, data, attachment
         target, _, anchor = link.partition("#")
+        anchor = anchor.removeprefix("heading=")  # as JupyterLab says that it is no cell
         file = (path.parent / target).resolve() if target else path
         if not file.is_relative_to(root.resolve()):
             why = "outside the repository"

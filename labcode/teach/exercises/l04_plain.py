@@ -36,7 +36,8 @@ if __name__ == "__main__":
 CHECKPOINT = "plain.pt"
 EPOCHS = 4
 STOP = 2  # epochs before the checkpoint that a run goes on from
-# bfloat16 keeps three digits of a gradient, and two ranks round other parts of it than one.
+# bfloat16 keeps three digits of a gradient, and two ranks round other parts of it than one: the
+# solution's losses differ by 0.2 % at most, and by 6 % where the optimizer's state is lost.
 ROUNDING = 0.01
 # What numbers cannot show is looked for in the source.
 CALLED = {
@@ -137,9 +138,7 @@ def _run(case: str, path: Path, epochs: int, *, nproc: int) -> list[_Epoch]:
     found = LINE.findall(output)
     speakers = {rank for rank, *_ in found}
     mistakes = {
-        'nothing like "epoch 0: train 0.1234 validation 0.2345 of 101" was printed': (
-            not found and "epoch" not in output and epochs > 0
-        ),
+        'nothing like "epoch 0: train 0.1234 validation 0.2345 of 101" was printed': not found,
         "more than one rank prints: let rank 0 alone do it": len(speakers) > 1,
     }
     refuse(mistakes, case)
