@@ -386,7 +386,6 @@ NOT_HERE = {
     "S28": "held by tests/slurm/test_preemption.py",
     "S29": "labcode's own; held by tests/slurm/test_preemption.py",
     "S35": "needs a cluster that binds cores",
-    "S42": "labcode's own; held by tests/unit",
     "S43": "compares with the job that the script was made for",
     "S46": "NCCL's and PyTorch's; held by tests/unit/test_variables.py",
     "S47": "a site's numbers; held by the next test",

@@ -176,16 +176,6 @@ EXAMPLES = {
         "#SBATCH --gpus-per-node=4\n"
         "srun -K python train.py\n",
     ),
-    "S42": (
-        "#!/bin/bash\n"
-        "#SBATCH --nodes=2\n"
-        "#SBATCH --ntasks-per-node=2\n"
-        "srun -K python -m labcode.train gpt_tiny --parallel.tp 8\n",
-        "#!/bin/bash\n"
-        "#SBATCH --nodes=2\n"
-        "#SBATCH --ntasks-per-node=2\n"
-        "srun -K python -m labcode.train gpt_tiny --parallel.tp 2\n",
-    ),
     "S43": (
         "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\nsrun -K python train.py\n",
         "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\nsrun -K python train.py\n",

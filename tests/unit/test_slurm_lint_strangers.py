@@ -49,6 +49,11 @@ WRONG = {
         "S69",
         "it takes all memory",
     ),
+    "a loop of one line": (
+        "#SBATCH --ntasks=1\nfor i in 0 1; do srun -n 1 python sim.py $i & done; wait\n",
+        "S69",
+        "it takes all cores",
+    ),
     # DeepSpeedExamples#893
     "two launchers, each for both nodes": (
         "#SBATCH --nodes=2 --ntasks-per-node=1 --gres=gpu:8\n"
@@ -139,6 +144,8 @@ RIGHT = {
     "steps that say all they take": "#SBATCH -N 1 --ntasks-per-node=4 --gpus-per-node=4\n"
     "for i in 0 1 2 3; do\n"
     "srun --exact -n 1 --gpus-per-task 1 -c 1 --mem-per-gpu=55G python sim.py $i &\ndone\nwait\n",
+    "a loop of one line that waits": "#SBATCH --ntasks=1\n"
+    "for i in 0 1; do srun -n 1 python a.py & wait; done\n",
     "a step after the other in a loop": "#SBATCH --ntasks=1\nfor i in 0 1 2 3; do\n"
     "srun -n 1 python sim.py $i &\nwait $!\ndone\n",
     # cloudai#729: taken beside -N by the SLURM there, passed over by 22.05

@@ -395,17 +395,12 @@ class BatchJob(Script):
 
     def in_loop(self, step: Step) -> bool:
         """Whether a loop starts the step several times without waiting for each."""
-        inside = False
-        for command in self.commands:
-            if command.has(r"^(for|while|until)\b"):
-                inside = True
-            if command.line == step.line and inside:
-                later = [one for one in self.commands if one.line >= step.line]
-                ends = (one for one in later if one.has(r"(^|[\s;&])(wait|done)\b"))
-                return not next(ends, command).has(r"(^|[\s;&])wait\b(?!.*\bdone)")
-            if command.has(r"(^|[\s;&])done\b"):
-                inside = False
-        return False
+        begun = [one.line for one in self.found(r"^(for|while|until)\b") if one.line <= step.line]
+        ended = [one.line for one in self.found(r"^done\b") if one.line < step.line]
+        later = [one for one in self.found(r"(^|[\s;&])(wait|done)\b") if one.line >= step.line]
+        if not begun or not later or begun[-1] < max(ended, default=0):
+            return False
+        return not later[0].has(r"\bwait\b.*\bdone\b|^(?!.*\bdone\b).*\bwait\b")
 
     # -------------------------------------------------------------------- the signal
 

@@ -5,9 +5,7 @@ import re
 from pathlib import Path
 
 from labcode.slurm.lint.model import BatchJob, Step, gpus
-from labcode.slurm.lint.parse import Command
 from labcode.slurm.lint.rule import Facts, Found, collector
-from labcode.topology import AXES
 
 RULES, rule = collector()
 # labcode's own commands take the device whose number is there, whatever their local rank is
@@ -122,34 +120,6 @@ def _by_local_rank(step: Step, folder: Path | None) -> bool:
     text = file.read_text(errors="replace")
     chooses = re.search(r"set_device\(|cuda:\{|device\(\s*[\"']cuda[\"'],\s*[^0\s]", text)
     return bool(chooses and re.search(r"(?i)local_?rank|localid", text))
-
-
-@rule(
-    "S42",
-    "nodes x ranks per node is not what the grid needs",
-    "the run ends before its first step: dp * pp * cp * tp must be the number of ranks",
-)
-def _grid(job: BatchJob, facts: Facts) -> Found:
-    world_size = job.world_size or facts.world_size
-    if not world_size:
-        return
-    for command in job.found(r"--parallel\.(dp|pp|cp|tp)\b"):
-        sizes = _sizes(command)
-        product = math.prod(sizes.values())
-        # without dp it takes the ranks that are left, so the others have to divide all
-        fits = product == world_size if "dp" in sizes else world_size % max(1, product) == 0
-        if sizes and not fits:
-            yield command.line, f"{'*'.join(sizes)} = {product}, {world_size} ranks"
-
-
-def _sizes(command: Command) -> dict[str, int]:
-    """`{axis: size}` of the axes of the grid that the command names."""
-    sizes = {}
-    for axis in AXES:
-        size = re.search(rf"--parallel\.{axis}[= ]['\"]?(\d+)", command.text)
-        if size:
-            sizes[axis] = int(size[1])
-    return sizes
 
 
 @rule(
