@@ -252,7 +252,7 @@ print("set -euo pipefail" + body)
 # - `out=...`: the folder of the results, with the name and the number of the job.
 # - `srun --kill-on-bad-exit=1`: if one task fails, all tasks end. Otherwise the others may wait for it until a time-out
 #   of their own, or until the time limit of the job.
-# - `--cpus-per-task` is given again, because `srun` does not take it over from the directives (since SLURM 22.05).
+# - `--cpus-per-task` is given again, because `srun` does not take it over from the directives (in SLURM 22.05 and 23.02).
 # - `--nnodes`, `--nproc-per-node`, `--rdzv-...`: torchrun is told how many nodes there are, how many ranks to start
 #   here, and where to meet. It then sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` for each rank.
 #
