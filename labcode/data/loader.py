@@ -399,6 +399,13 @@ class _Workers:
                 text = f"the loader's workers find no more shared memory: {ENLARGE}"
                 raise DataError(text) from error
             dead = self._dead_worker()
+            if dead is None and isinstance(error, EOFError | ConnectionError):
+                # torch's own words and numbers come as a RuntimeError: this is about a pipe
+                text = (
+                    "the process that starts the loader's workers has ended, as it is when memory "
+                    f"runs out: {FEWER}, or use --loader.workers 0"
+                )
+                raise DataError(text) from error
             if dead is None:
                 raise
             raise DataError(_why_it_died(dead)) from error

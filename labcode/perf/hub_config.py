@@ -272,6 +272,8 @@ def _refuse_other_models(config: Mapping[str, Any], where: str) -> None:
     layer_types = _list(config, "layer_types") or _list(config, "layers_block_type")
     others = sorted({str(one) for one in layer_types} - ATTENDS)
     states = [key for key, value in config.items() if STATES.match(key) and value]
+    without = [key for key in WITHOUT_EXPERTS if config.get(key)]
+    apart = [key for key in APART if config.get(key) not in (None, 1)]
     reason = ""
     if "peft_type" in config:
         base = config.get("base_model_name_or_path", "the model under it")
@@ -301,9 +303,7 @@ def _refuse_other_models(config: Mapping[str, Any], where: str) -> None:
         reason = "an embedding in each layer (hidden_size_per_layer_input)"
     elif config.get("word_embed_proj_dim", config.get("hidden_size")) != config.get("hidden_size"):
         reason = "an embedding narrower than its layers (word_embed_proj_dim)"
-    elif any(config.get(key) for key in WITHOUT_EXPERTS) or any(
-        config.get(key) not in (None, 1) for key in APART
-    ):
+    elif without or apart:
         reason = "layers with experts beside layers without"
     if reason:
         called = kind or architectures or "this model"

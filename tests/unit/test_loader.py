@@ -19,6 +19,7 @@ from faults.waiting import pause
 
 from labcode.config import LoaderConfig, TextData, WeatherData
 from labcode.data import copy_ahead, text, weather
+from labcode.data import loader as loader_module
 from labcode.data.copy_ahead import CopyAhead
 from labcode.data.errors import DataError
 from labcode.data.loader import Loader, StepReader, _Failure, _Guarded, _InProcess, _report
@@ -248,6 +249,19 @@ def test_whatever_ends_a_worker_is_one_line(end, monkeypatch):
         text = failure.text
     assert re.match(told, text), text
     assert "\n" not in text
+
+
+def test_the_end_of_the_server_of_the_workers_is_one_line(monkeypatch):
+    """What Python raises for its fork server, which a shortage of memory may end."""
+
+    def meet_a_closed_pipe():
+        raise EOFError("unexpected EOF")
+
+    monkeypatch.setattr(loader_module, "TOLD_S", 0.0)
+    dataset = Numbers()
+    source = loader_module._Workers(StepReader(dataset, batches(dataset), 1), 1, 2, False)
+    with pytest.raises(DataError, match="workers has ended, as it is when memory runs out: lower"):
+        source._guarded(meet_a_closed_pipe)
 
 
 def test_shared_memory_that_does_not_suffice_for_the_workers_is_one_line(monkeypatch):
