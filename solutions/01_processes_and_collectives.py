@@ -26,7 +26,7 @@
 # - predict the time of an all-reduce from its size;
 # - recognise the three ways in which a collective goes wrong, and know where to look.
 #
-# **Time**: 126 minutes, and 22 more for what is optional. Good places for a break are after section 3 and after
+# **Time**: 130 minutes, and 22 more for what is optional. Good places for a break are after section 3 and after
 # section 6.
 #
 # **Needs**: lesson 00 (sections 1 and 3).
@@ -42,7 +42,7 @@ from labcode.units import si
 ranks = Ranks(4)
 
 # %% [markdown]
-# ## 1. How processes find each other (core, 14 min)
+# ## 1. How processes find each other (core, 18 min)
 #
 # The same program runs in every process. The number of processes is the **world size**, and we call it p. Each process
 # has a number from 0 to p - 1, its **rank**. The rank is the only thing that makes one process different from the
@@ -132,8 +132,49 @@ done = launch.run("runs.hello", nproc=4)
 # %% [markdown]
 # `launch.run` calls torchrun. To do it yourself, open a terminal in the folder `runs` beside this notebook and type
 #
-#     torchrun --nproc-per-node=4 hello.py
+#     torchrun --standalone --nproc-per-node=4 hello.py
 #
+# **`--standalone`** says that this machine is all there is. torchrun then opens the store on a free port of its own and
+# gives the meeting a random name. So two jobs on one machine cannot meet each other's ranks or fight for one port, and
+# whatever else you say about the rendezvous is ignored. PyTorch 2.13 does the same without the word if you name no
+# port and no second node. On two nodes the word is a mistake: each node would train alone (lesson 14).
+#
+# Older instructions start with `python -m torch.distributed.launch`. It is deprecated, and calls the same code with one
+# difference: it also hands each script an argument, `--local-rank=0` for the first rank of a machine. torchrun does
+# not, and a script that moves to it reads the environment variable `LOCAL_RANK` instead.
+#
+# The store need not be a server. It can be a **file** that all ranks can open. A file gives out no ranks and no world
+# size, so the script must say both. In the next cell torchrun starts two processes, but only `RANK` is taken from it:
+# they meet in `runs/meeting`.
+
+# %%
+IN_A_FILE = """\
+import os
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+meeting = Path("runs/meeting").resolve()
+rank = int(os.environ["RANK"])
+dist.init_process_group(
+    "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2
+)
+x = torch.tensor(float(rank))
+dist.all_reduce(x)
+print(f"rank {rank} holds the sum, {x.item():g}. Is there a file? {meeting.exists()}")
+dist.destroy_process_group()
+"""
+Path("runs/in_a_file.py").write_text(IN_A_FILE)
+Path("runs/meeting").unlink(missing_ok=True)  # of a job that was killed
+launch.run("runs.in_a_file", nproc=2)
+print("And after the last rank has left?", Path("runs/meeting").exists())
+
+# %% [markdown]
+# The last rank that leaves removes the file. Ranks that are killed do not, and the next job then reads the addresses of
+# processes that are gone: some of our tries ended with `Connection refused`, others went well by luck. So give each job
+# a file of its own. On several nodes the file must be on a file system that all of them see and that can lock files.
+
+# %% [markdown]
 # **Takeaway: a process must be told its rank, the world size and the address of a store. A job that hangs right at its
 # start is usually waiting for a process that did not reach the store.**
 
@@ -1063,6 +1104,8 @@ print(f"here:   algorithm bandwidth {si(here, 'B/s')}, bus {si(on_our_bus, 'B/s'
 # - What bus bandwidth means: github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 # - Debugging: docs.pytorch.org/docs/stable/distributed.html, `monitored_barrier` and `TORCH_DISTRIBUTED_DEBUG`; the
 #   watchdog's message is in PyTorch's ProcessGroupNCCL.cpp.
+# - torchrun, `--standalone` and `torch.distributed.launch`: PyTorch 2.13, `torch/distributed/run.py` and `launch.py`. A
+#   file as the store: https://docs.pytorch.org/docs/stable/distributed.html#shared-file-system-initialization
 
 # %%
 ranks.close()

@@ -26,7 +26,7 @@
 # - predict how many collectives and bytes a layer costs, count them, and say which link they belong on;
 # - do the same with PyTorch's DTensor, and know what it does not tell you.
 #
-# **Time**: 140 minutes, and 45 more for what is optional. Good places for a break are after section 2 and after section
+# **Time**: 145 minutes, and 45 more for what is optional. Good places for a break are after section 2 and after section
 # 4.
 #
 # **Needs**: lesson 01 (section 2). For section 4 also lesson 01 (section 3) and lesson 08 (section 5); for section 5
@@ -996,7 +996,7 @@ for kind, (number, num_bytes) in ranks.run(on_parts_of_the_sequence)[0].items():
 # (`Partial()`.)
 
 # %% [markdown]
-# ## 6. A whole GPT (core, 15 min)
+# ## 6. A whole GPT (core, 20 min)
 #
 # `parallelize(model, grid)` does to a whole model what we did by hand. It puts a column-parallel layer in the place of
 # each qkv and up, and a row-parallel one in that of each proj and down. The embedding is cut along the vocabulary. So is
@@ -1125,8 +1125,77 @@ plot.lines(off, x=range(1, 16), caption="09.differences")
 # weight that every rank of tp holds. With f these are equal to the last bit here (on GPUs up to kernels whose sums have
 # no fixed order); without it, each rank has its own.
 #
+# ### Whose samples?
+#
+# In your own script a sampler gives each rank its samples. PyTorch's `DistributedSampler` (lesson 04, section 5) takes
+# rank and number of parts from the **world** if you do not give them. With tp it must be told: there are as many parts
+# as copies of the model, and all ranks of a tp group take the same one. NERSC's training script has two lines for this,
+# `data_num_shards = size("dp")` and `data_shard_id = rank("dp")`.
+#
+# The next cell trains on dp = 2 and tp = 2 in both ways. With the sampler as it comes, each of the four ranks reads its
+# own four samples of the sixteen.
+#
+# **Predict.** What shows the mistake: `"an error"`, the `"losses"`, which differ from those of one process by more than
+# 1e-9, the `"copies"` of a norm, which differ from rank to rank by as much, or `"losses and copies"`? Remember that the
+# embedding is cut along the vocabulary: each rank looks up the tokens that it has, and the vectors are summed over tp.
+
+# %% tags=["predict"]
+what_shows_it = "losses"
+
+# %%
+from torch.utils.data import DistributedSampler
+
+
+def train_with_sampler(by_world):
+    """This rank's samples, the losses of all ranks, and this rank's copy of a norm."""
+    grid = Grid.create(GridShape(dp=2, tp=2))
+    parts = {"num_replicas": grid.size("dp"), "rank": grid.coord("dp")}
+    if by_world:
+        parts = {}
+    mine = list(DistributedSampler(range(16), shuffle=False, **parts))
+    model = parallelize(build(), grid)
+
+    def own_samples(batch):
+        return batch[mine]
+
+    losses = adamw_steps(
+        model, model.loss, batches, own_samples, model.finish_gradient_sync
+    )
+    dist.all_reduce(losses)
+    return mine, losses / 4, model.module.blocks[0].norm1.weight.detach()
+
+by_dp = ranks.run(train_with_sampler, by_world=False)
+by_world = ranks.run(train_with_sampler, by_world=True)
+def differences_of(of_ranks):
+    """How far the losses are from those of one process, and the copies of a norm."""
+    _, losses, norm = of_ranks[0]
+    off = (losses - truth).abs().max().item()
+    apart = max((other - norm).abs().max().item() for _, _, other in of_ranks)
+    return {"losses": off, "copies": apart}
+
+differences = differences_of(by_world)
+differing = [name for name, difference in differences.items() if difference > 1e-9]
+KINDS = ("an error", "losses", "copies", "losses and copies")
+compare("shows it", what_shows_it, " and ".join(differing), options=KINDS)
+for name, of_ranks in {"by dp": by_dp, "by world": by_world}.items():
+    found = differences_of(of_ranks)
+    share = fall(of_ranks[0][1]) / fall(truth)
+    print(f"{name}: samples", *[samples for samples, _, _ in of_ranks])
+    print(f"    losses off by {found['losses']:.0e}, copies apart by "
+          f"{found['copies']:.0e}, fall {share:.2f} of the true one")
+
+# %% [markdown]
+# Nothing stops: all shapes fit. After the embedding both ranks of a tp group have the same X, and so the copies of the
+# norms get the same gradient. But this X belongs to no text. Where the two samples have different tokens, the sum takes
+# the vector of the one from rank 0 if its token is in the first half of the vocabulary, and that of the other from
+# rank 1 if its token is in the second half: two vectors, one or none. The targets are mixed in the same way. The model
+# learns from texts that nobody wrote, and the curve falls as a true one does.
+#
+# The loss of the **first** step already tells, if you have one process to compare with. Where you have not, compare the
+# batch itself, once, at the start: gather the inputs over the tp group; all must be equal.
+#
 # **Takeaway: every grid gives the losses of one process up to rounding. A curve that looks right proves nothing:
-# compare numbers, and compare the copies.**
+# compare numbers, compare the copies, and give a sampler the number and the size of dp.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* The best moment of the lesson: show the first figure and ask who would have stopped this run.
