@@ -27,7 +27,7 @@
 # - read a trace: say how long the device computed, waited for data and was idle, and choose the cure from it;
 # - name the parts of a step for a profiler, PyTorch's and NVIDIA's, and record one epoch only.
 #
-# **Time**: 170 minutes, and 30 more for what is optional. Good places for a break are after section 3 and after
+# **Time**: 173 minutes, and 30 more for what is optional. Good places for a break are after section 3 and after
 # section 5.
 #
 # **Needs**: lesson 00 (sections 1 and 2). Nothing in this lesson is about several ranks, and where it compares
@@ -780,7 +780,7 @@ plot.lines(
 # *For the instructor.* Ask: with `nproc` cores and four ranks on this node, how many workers for each rank?
 
 # %% [markdown]
-# ## 6. PyTorch's profiler (core, 30 min)
+# ## 6. PyTorch's profiler (core, 33 min)
 #
 # Your timer knows the parts that you named. PyTorch's profiler also records every single operation, on the CPU and on a
 # GPU. What it writes is called a **trace**: a list of events, each with a name, a start and a stop. How do you get from
@@ -960,6 +960,35 @@ print(summary(by_file["ViT, whole maps"], rows=6))
 # - the **recommendation**, which comes from these shares by fixed rules. A rule knows what it was given: here it sees
 #   that the loop waits for data, and not that most of the bytes that are read are thrown away. You found that in
 #   section 3, and it costs no worker.
+#
+# In a long run nobody stands by to call `start()` and `stop()`. The profiler takes a **schedule** instead, and counts
+# steps by itself when the loop calls `step()`. `wait` steps are not watched. `warmup` steps are watched and thrown
+# away, since the first ones after the start are slower than usual. `active` steps are kept, and then
+# `on_trace_ready` gets them. All this happens `repeat` times; 0 means until the loop ends.
+
+# %%
+from torch.profiler import schedule
+
+kept = []
+
+def keep(recorder):
+    names = {event.name for event in read(recorder).events}
+    kept.extend(sorted(name for name in names if name.startswith("ProfilerStep")))
+
+plan = schedule(wait=4, warmup=1, active=2, repeat=1)
+batches = l02_weather.batches(l02_weather.Crops(maps), batch_size, 10)
+with profile(
+    activities=[ProfilerActivity.CPU], schedule=plan, on_trace_ready=keep
+) as recorder:
+    for _ in range(10):
+        l02_by_hand.marked_step(batches, model, optimizer, push, pop)
+        recorder.step()
+print("what it does:", *[plan(step).name for step in range(10)])
+print("kept:", kept)
+
+# %% [markdown]
+# Of ten steps, 0 to 9, it keeps 5 and 6. The last step of a round hands the trace over, so it is called
+# `RECORD_AND_SAVE`. On a cluster `keep` would write the file of its rank, with `recorder.export_chrome_trace(path)`.
 #
 # Now the same for another training run: the small GPT on text of lesson 00, whose data is a row of characters in
 # memory. A run of labcode records steps with `--profile.steps`.
