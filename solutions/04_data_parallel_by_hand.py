@@ -536,6 +536,27 @@ print("read in the first step:", read_in_first_step)
 # rank, most samples of a step are different, but an epoch still reads everything four times.) Again there is no error,
 # and the loss falls nicely.
 #
+# And if the samples cannot be dealt out evenly? Ten validation samples on four ranks:
+
+# %% tags=["nbval-check-output"]
+validation = range(10)
+read = []
+for rank in range(4):
+    share = DistributedSampler(validation, num_replicas=4, rank=rank, shuffle=False)
+    read += list(share)
+
+print(len(read), "are read, and twice:", [s for s in validation if read.count(s) > 1])
+right = [sample > 1 for sample in validation]  # a model that fails on 0 and 1 alone
+accuracy = sum(right) / len(validation)
+found = sum(right[sample] for sample in read) / len(read)
+print(f"accuracy {accuracy:.0%}, and {found:.0%} over what is read")
+
+# %% [markdown]
+# With `drop_last=False`, its default, the sampler repeats samples from the beginning until all ranks have as many. So a
+# validation counts some samples twice. `drop_last=True` leaves some out instead. In training one epoch more or less of
+# a sample does no harm, and equal numbers keep the collectives together. For a validation give each rank
+# `validation[rank::4]`, and add up the right answers and the numbers of samples.
+#
 # labcode's own `data.sampler.Batches` computes the samples of any step from the seed and the number of the step, so
 # there is no epoch to tell it, and a run that was stopped resumes with the right samples.
 #
@@ -545,8 +566,7 @@ print("read in the first step:", read_in_first_step)
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* In 4.3 some add up the losses and call backward once at the end: the gradient is right, but all
 # activations are in memory together. Ask who has seen a training script without the division by m, and whether it used
-# Adam. For section 5, ask what `DistributedSampler` does if the number of samples is not a multiple of p (it repeats
-# some, so that all ranks make the same number of steps; with `drop_last=True` it leaves some out).
+# Adam.
 
 # %% [markdown]
 # ## 6. What it costs in memory (core, 6 min)
