@@ -558,7 +558,7 @@ print(f"accuracy {accuracy:.0%}, and {found:.0%} over what is read")
 # `validation[rank::4]`, and add up the right answers and the numbers of samples.
 #
 # labcode's own `data.sampler.Batches` computes the samples of any step from the seed and the number of the step, so
-# there is no epoch to tell it, and a run that was stopped resumes with the right samples.
+# it needs no epoch, and a run that was stopped resumes with the right samples.
 #
 # **Takeaway: print the numbers of the samples that each rank reads, for two steps and two epochs. It is the cheapest
 # test there is.**
