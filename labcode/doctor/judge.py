@@ -192,7 +192,8 @@ def changed_after_wrapping(facts: list[Facts]) -> Iterator[Finding]:
     """Parameters that DDP does not know, or knows elsewhere."""
     seen = [fact for fact in facts if fact.unknown or fact.moved]
     if seen:
-        what = "parameters were moved or replaced after wrapping; nobody averages their gradients"
+        what = "parameters were moved, replaced or unfrozen after wrapping"
+        what += "; nobody averages their gradients"
         count = max(fact.unknown + fact.moved for fact in seen)
         cure = "finish the model and move it to its device, then wrap it"
         yield Finding("changed after wrapping", what, _ranks(seen), count, "parameters", cure)

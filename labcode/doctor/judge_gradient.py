@@ -1,10 +1,11 @@
 """What is wrong with a gradient: judged by what arrived at each step that was really taken.
 
     A_r = a * sum over ranks of l_r          a is measured: `watch_gradient`
-    T   = a * sum of the factors of all means of a loss, over ranks and micro-batches
+    T   = a * sum of the factors of all means of a loss, over ranks and micro-batches;
+          a sum over n values with the factor f counts as a mean with the factor f * n
 
 T is 1 where the gradient is that of the mean over the whole batch, however the loop divides. Where
-T cannot be known, nothing is said: a sum over samples may be meant, and so may half of a mean.
+T cannot be known, nothing is said; nor where it may be meant: a sum over samples, half of a mean.
 """
 
 from collections import defaultdict
@@ -21,6 +22,8 @@ from labcode.units import ranks_text
 UNEVEN = 1.05  # ratio of the weights of two samples in one step
 CLOSE = 0.02  # relative, of factors that are measured; bfloat16 has 8 bits
 REST = 0.05  # of a gradient that a factor does not explain
+WEIGHTED = 0.8  # of a loss that is the largest part of several
+SCALED = 1024  # a power of two from here on is the scale of a GradScaler, and nobody's choice
 STEPS = 2  # in which something has to be seen: one may be the last of an epoch
 SCALE = 0.1  # a gradient that shrinks by more than this after clipping was scaled
 LEFT = 0.01  # a norm that nobody clips to
@@ -34,10 +37,11 @@ class _Total:
 
     Args:
         value: T.
-        count: Backward passes of it on each rank.
+        count: Backward passes of it on each rank; 0 if their numbers differ.
         factor: In front of the loss.
         averaging: a times the number of ranks: 1 where gradients are averaged once.
         divisor: What it was divided by.
+        is_mean: It is written as a mean, and not as a sum.
         losses: What is known of each of them.
         sources: Where the inputs of this rank's passes came from.
     """
@@ -47,6 +51,7 @@ class _Total:
     factor: float
     averaging: float
     divisor: float
+    is_mean: bool
     losses: list[dict[str, Any]]
     sources: list[list[int]]
 
@@ -57,15 +62,17 @@ def undivided_losses(facts: list[Facts]) -> Iterator[Finding]:
     Several losses of one step are several losses, not micro-batches, unless they come from the same
     line of code, each after a forward pass of its own, and reach the same weights.
     """
-    largest = 0.0
+    largest = 0
     for steps in _steps(facts):
         for total in _totals(steps):
-            if total.count > 1 and _is(total.value, total.count) and not _is_one_batch(total):
-                largest = max(largest, total.value)
+            # nobody has divided by two or more; label smoothing leaves 0.9 of a cross-entropy
+            is_sum = WEIGHTED * total.count <= total.value <= (1 + CLOSE) * total.count
+            if total.count > 1 and is_sum and not _is_one_batch(total):
+                largest = max(largest, total.count)
     if largest:
         what = "the gradient is the sum of the micro-batches' means, not their mean"
         cure = "divide each loss by the number of micro-batches"
-        yield Finding("1/m missing", what, _ranks(facts), round(largest), "times too large", cure)
+        yield Finding("1/m missing", what, _ranks(facts), largest, "times too large", cure)
 
 
 def wrong_scale(facts: list[Facts]) -> Iterator[Finding]:
@@ -102,7 +109,7 @@ def _divided_too_often(
 ) -> Iterator[Finding]:
     """A loss that was divided by a number, in steps of one backward pass."""
     number = round(times)
-    if number < 2 or not _is(times, number):
+    if number < 2 or not _is(times, number) or not all(total.is_mean for total, _ in known):
         return
     if all(_is(total.divisor, number) for total, _ in known):
         after_first = [dropped for _, dropped in known]
@@ -159,6 +166,42 @@ def _lost(step: Step, fact: Facts) -> int:
 def _inputs_of(one: dict[str, Any], fact: Facts) -> int | None:
     place = one["forward"] - 1
     return fact.inputs[place] if 0 <= place < len(fact.inputs) else None
+
+
+def gradients_set_to_zero(facts: list[Facts]) -> Iterator[Finding]:
+    """Steps without the gradient that their backward passes have brought."""
+    seen = []
+    count = 0
+    for fact in facts:
+        for steps in fact.steps:
+            empty = [step for step in steps if _is_emptied(step)]
+            if len(empty) >= max(STEPS, len(steps) - 1):  # the first may be a trial
+                seen.append(fact)
+                count = max(count, len(empty))
+    if seen:
+        what = "nothing of what the backward passes brought is there at the step"
+        cure = "call zero_grad() after step() or before backward(), not between backward() and step"
+        yield Finding("gradients lost", what, _ranks(seen), count, "steps", cure)
+
+
+def _is_emptied(step: Step) -> bool:
+    if step["local"] is None or step["arrived"] is None:
+        return False
+    return any(step["local"]) and not any(step["arrived"])
+
+
+def loss_scale_left(facts: list[Facts]) -> Iterator[Finding]:
+    """Steps with a gradient that is still multiplied by a loss scale."""
+    scales = []
+    for steps in _steps(facts):
+        for total in _totals(steps):
+            nearest = 2.0 ** np.round(np.log2(total.value)) if total.value > 0 else 0.0
+            is_scale = total.is_mean and nearest >= SCALED and _is(total.value, nearest)
+            scales.append(nearest if is_scale else 0.0)
+    if len(scales) >= STEPS and all(scales):
+        what = "the gradient is still multiplied by the loss scale when the optimizer steps"
+        cure = "call scaler.step(optimizer), not optimizer.step()"
+        yield Finding("loss scale left", what, _ranks(facts), max(scales), "times too large", cure)
 
 
 def old_gradients(facts: list[Facts]) -> Iterator[Finding]:
@@ -225,7 +268,7 @@ def summed_losses(facts: list[Facts]) -> Iterator[Finding]:
                 loss = one["loss"]
                 if averaging is None or loss is None or loss["kind"] != "sum":
                     return
-                if not _is(loss["factor"] * averaging, 1):
+                if loss["count"] <= 1 or not _is(loss["factor"] * averaging, 1):
                     return
                 count = max(count, loss["count"])
         num_steps += 1
@@ -252,6 +295,28 @@ def uneven_means(facts: list[Facts]) -> Iterator[Finding]:
         yield Finding("mean of means", what, _ranks(facts), typical, "times the weight", cure)
 
 
+def divided_by_all(facts: list[Facts]) -> Iterator[Finding]:
+    """Sums that are divided by the number of values on all ranks, and averaged over these again."""
+    num_ranks = len(facts)
+    num_steps = 0
+    for steps in _steps(facts):
+        totals = _totals(steps)
+        if len(totals) != 1 or totals[0].is_mean or not _is(totals[0].value * num_ranks, 1):
+            return
+        # half a sum of squares is meant
+        others = [loss for loss in totals[0].losses if not loss["classes"]]
+        if not all(_is(loss["factor"] * loss["divisor"], 1) for loss in others):
+            return
+        num_steps += 1
+    if num_steps >= STEPS and num_ranks > 1:
+        what = (
+            "the sum of the losses is divided by the number of values on all ranks, and DDP "
+            "averages over the ranks as well"
+        )
+        cure = f"multiply the loss by the number of ranks ({num_ranks})"
+        yield _scale("averaged twice", what, facts, num_ranks, "times too small", cure)
+
+
 def needless_syncs(facts: list[Facts]) -> Iterator[Finding]:
     """Gradients that travel at every micro-batch: the same gradient, for more bytes."""
     seen = [fact for fact in facts if max(fact.syncs, default=0) > 1]
@@ -264,7 +329,8 @@ def needless_syncs(facts: list[Facts]) -> Iterator[Finding]:
 
 
 LOOKS = (needless_syncs, undivided_losses, uneven_means, wrong_scale, lost_micro_batches)
-LOOKS += (old_gradients, clipped_while_scaled, not_finite, summed_losses)
+LOOKS += (old_gradients, clipped_while_scaled, not_finite, summed_losses, divided_by_all)
+LOOKS += (gradients_set_to_zero, loss_scale_left)
 
 
 def have_other_gradients(facts: list[Facts]) -> bool:
@@ -300,19 +366,24 @@ def why_apart(facts: list[Facts]) -> tuple[str, tuple[int, ...], str]:
             num_known += 1
         if _averaging(steps) is not None:
             num_equal += 1
-        own = [fact.rank for fact, step in zip(facts, steps) if _is_own(step, steps)]
-        if not own:
             continue
-        passes: list[dict[str, Any]] = []
-        for step in steps:
-            passes.extend(step["passes"])
-        if all(one["bypasses"] for one in passes):
+        last = [step["passes"][-1] for step in steps if step["passes"]]
+        if last and all(one["bypasses"] for one in last):
             reason = ": model.module was called, whose gradients nobody averages"
-            return reason, tuple(own), "call the wrapped model, model(inputs)"
-        if len(own) < len(facts):
+            return reason, _ranks(facts), "call the wrapped model, model(inputs)"
+        if last and not any(one["sends"] for one in last) and steps[0]["local"] is not None:
+            reason = (
+                ": the last backward pass of a step sent nothing, as one whose forward pass was "
+                "inside no_sync(), or a second one of the same forward pass"
+            )
+            cure = "run the last forward and backward outside no_sync(), with one backward()"
+            return reason, _ranks(facts), cure
+        own = [fact.rank for fact, step in zip(facts, steps) if _is_own(step)]
+        if own and len(own) < len(facts):
             reason = f": in step {number} {ranks_text(own)} stepped with a gradient of its own"
             return reason, tuple(own), cure
-        return "", _ranks(facts), cure
+        if own:
+            return "", _ranks(facts), cure
     if num_equal and num_equal == num_known:
         reason = ", though their gradients were the same"
         cure = "compare the optimizers (learning rate, schedule, state), and what else sets weights"
@@ -356,38 +427,64 @@ def _factor(new: np.ndarray, old: np.ndarray) -> float | None:
     return factor if rest <= REST * np.linalg.norm(new) else None
 
 
-def _is_own(step: Step, steps: list[Step]) -> bool:
+def _is_own(step: Step) -> bool:
     """Whether a rank stepped with what its own backward passes brought, and with nothing else."""
-    if step["local"] is None or _averaging(steps) is not None:
+    if step["local"] is None:
         return False
     return _factor(np.array(step["arrived"]), np.array(step["local"])) is not None
 
 
 def _totals(steps: list[Step]) -> list[_Total]:
-    """T of each loss of a step that is a mean on all ranks; none if a is not known."""
+    """T of each loss of a step that is a mean on all ranks, or a sum over a known number of values.
+
+    None if a is not known.
+    """
     averaging = _averaging(steps)
     if averaging is None:
         return []
     found = []
     for key, passes in _by_key(steps).items():
-        losses = [one["loss"] for one in passes]
+        losses = [one["loss"] for one in passes if one["loss"] is not None]
         counts = {_count(step, key) for step in steps}
-        if len(counts) > 1 or any(loss is None or loss["kind"] != "mean" for loss in losses):
+        weights = _weights(losses)
+        if len(losses) < len(passes) or not weights:
             continue
-        factors = [loss["factor"] for loss in losses]
-        divisors = {loss["divisor"] for loss in losses}
+        divisors = [loss["divisor"] for loss in losses]
         found.append(
             _Total(
-                value=sum(factors) * averaging / len(steps),
-                count=counts.pop(),
-                factor=_common(factors),
+                # what was clipped may have been unscaled after that
+                value=sum(weights) * averaging / len(steps) * steps[0]["scaled"],
+                count=counts.pop() if len(counts) == 1 else 0,
+                factor=_common(weights),
                 averaging=averaging,
-                divisor=divisors.pop() if len(divisors) == 1 else 0.0,
+                divisor=_common(divisors),
+                is_mean=losses[0]["kind"] == "mean",
                 losses=losses,
                 sources=[one["source"] for one in steps[0]["passes"] if one["key"] == key],
             )
         )
     return found
+
+
+def _weights(losses: list[dict[str, Any]]) -> list[float]:
+    """The factor in front of the mean of each loss; none if they are not all means.
+
+    A sum is n times a mean. How many values a sum goes over is known where it is one of classes, or
+    was divided by their number, its own or that of the whole step. (Else it may have been divided
+    by the number of samples, each of many values.)
+    """
+    kinds = {loss["kind"] for loss in losses}
+    if kinds == {"mean"}:
+        return [loss["factor"] for loss in losses]
+    if kinds != {"sum"}:
+        return []
+    of_all = sum(loss["count"] for loss in losses)
+    for loss in losses:
+        numbers = (loss["count"], of_all)
+        is_known = loss["classes"] or any(_is(loss["divisor"], number) for number in numbers)
+        if not is_known:
+            return []
+    return [loss["factor"] * loss["count"] for loss in losses]
 
 
 def _count(step: Step, key: int) -> int:

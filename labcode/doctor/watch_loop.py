@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
 from labcode.comm.bootstrap import describe
@@ -187,12 +188,13 @@ class Watch:
         # a compiled module is called as a whole: what is inside would be traced with its hooks
         is_compiled = self.wrapper is not self.model
         called = self.model if is_compiled else self.inner
+        before_model = _Hook(self.model, self._before_model)
+        before_inner = _Hook(called, self._before_inner)
+        after_inner = _Hook(called, self._after_inner)
         hooks = [
-            self.model.register_forward_pre_hook(_untraced(self.model, self._before_model)),
-            called.register_forward_pre_hook(
-                _untraced(called, self._before_inner), with_kwargs=True
-            ),
-            called.register_forward_hook(_untraced(called, self._after_inner)),
+            self.model.register_forward_pre_hook(before_model),
+            called.register_forward_pre_hook(before_inner, with_kwargs=True),
+            called.register_forward_hook(after_inner),
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
         ]
@@ -386,7 +388,8 @@ class Watch:
     def _before_inner(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         is_through_wrapper = self._is_through_wrapper
         self._is_through_wrapper = False
-        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        leaves = tree_leaves((args, kwargs))  # a batch may be a dict, or a tuple
+        inputs = [value for value in leaves if isinstance(value, torch.Tensor)]
         batch = len(inputs[0]) if inputs and inputs[0].ndim else 0
         trains = self.inner.training and torch.is_grad_enabled()
         self._passes.forward(trains, batch)
@@ -497,7 +500,10 @@ class Watch:
     def _close_window(self) -> None:
         """All backward passes of a forward pass are over: which weights took no part?"""
         if self._syncs and self._reached:
-            missing = [name for name, param in self._named() if param not in self._reached]
+            missing = []
+            for name, param in self._named():
+                if param in self._number_of and param not in self._reached:
+                    missing.append(name)
             if len(missing) > self.facts.unused:
                 self.facts.unused = len(missing)
                 self.facts.unused_names = missing[:NAMED]
@@ -571,7 +577,10 @@ class Watch:
             return
         known = {id(param) for param in self.wrapper._module_parameters}
         trained = self._trained()
-        self.facts.unknown = sum(id(param) not in known for param in trained)
+        # DDP averages what needed a gradient when it was wrapped
+        num_averaged = self.wrapper._get_ddp_logging_data()["num_parameter_tensors"]
+        unfrozen = max(0, len(trained) - int(num_averaged))
+        self.facts.unknown = max(unfrozen, sum(id(param) not in known for param in trained))
         self.facts.moved = sum(param.device != self.wrapper.device for param in trained)
 
     def _sum_of_weights(self) -> float | None:
@@ -610,11 +619,24 @@ def watch(
     return Watch(model, optimizer, loader, group, limit_s, quiet)
 
 
-def _untraced(module: nn.Module, hook: Callable[..., None]) -> Any:
-    """A hook that torch.compile leaves alone, where a module was compiled in place."""
-    if getattr(module, "_compiled_call_impl", None) is None:
-        return hook
-    return torch.compiler.disable(hook)
+class _Hook:
+    """A hook of a module that copies of the module do not have: an average of the weights that is
+    made inside the block, or a file of the whole module.
+
+    torch.compile leaves it alone, where the module was compiled in place.
+    """
+
+    def __init__(self, module: nn.Module, hook: Callable[..., None]) -> None:
+        is_compiled = getattr(module, "_compiled_call_impl", None) is not None
+        self._hook = torch.compiler.disable(hook) if is_compiled else hook
+
+    def __call__(self, *args: Any) -> None:
+        self._hook(*args)
+
+    def __reduce__(self) -> Any:
+        # for copy and pickle. In its place there has to be something that takes any arguments,
+        # returns None, and can be read where there is no labcode: this does nothing
+        return functools.partial, (sys.audit, "doctor")
 
 
 def _with_hooks(optimizer: Any) -> torch.optim.Optimizer:

@@ -50,7 +50,7 @@ class Weight:
         return {
             "factor": first.size,
             "count": float(first.count),
-            "kind": first.kind,
+            "kind": first.kind if bool(first.is_plain) else "other",
             "alone": len(self.parts) == 1,
             "divisor": 0.0 if self.divisor is None else float(self.divisor),
             "classes": first.is_of_classes,
@@ -65,6 +65,17 @@ class _Part:
         self.count = count
         self.is_of_classes = is_of_classes
         self.factor: torch.Tensor | None = None
+        self.is_plain: torch.Tensor | bool = True
+
+    def weigh(self, weights: torch.Tensor | None) -> None:
+        """Each value of a sum has been multiplied by a constant.
+
+        A mask leaves values out. Other weights, such as a gradient that was kept of an earlier
+        pass, may have a mean in them: what the sum goes over is not known.
+        """
+        if weights is not None and self.kind == "sum":
+            self.is_plain = ((weights == 0) | (weights == 1)).all()
+            self.count = self.count * weights.float().mean()
 
     def note(self, gradients: tuple[torch.Tensor, ...]) -> None:
         """What arrives at the node in backward."""
@@ -132,7 +143,9 @@ def _part_of(node: Any, batch: int) -> _Part | None:
     if kind == "Sum":
         sizes = node._saved_self_sym_sizes
         is_of_samples = batch > 1 and len(sizes) > 0 and int(sizes[0]) == batch
-        return _Part("sum" if is_of_samples else "other", _product(sizes), False)
+        part = _Part("sum" if is_of_samples else "other", _product(sizes), False)
+        part.weigh(_weights_of(node))
+        return part
     reduction = getattr(node, "_saved_reduction", None)
     if reduction not in (MEAN, SUM):
         return None
@@ -141,6 +154,19 @@ def _part_of(node: Any, batch: int) -> _Part | None:
     else:
         count = node._saved_self.numel()
     return _Part("mean" if reduction == MEAN else "sum", count, kind.startswith(CLASSES))
+
+
+def _weights_of(node: Any) -> torch.Tensor | None:
+    """The constants by which the values of a sum are multiplied; None if by none."""
+    parent, _ = node.next_functions[0]
+    if parent is None or parent.name() != "MulBackward0":
+        return None
+    # a factor is kept only for the gradient of the other one: one that is alone is a constant
+    first, second = parent._saved_self, parent._saved_other
+    constant = first if second is None else second
+    if None not in (first, second) or not isinstance(constant, torch.Tensor):
+        return None
+    return None if constant.numel() == 1 else constant.detach()
 
 
 def _product(sizes: Any) -> int:

@@ -854,6 +854,7 @@ RIGHT = (
 )
 RIGHT += (loss_scaled_by_hand, gradients_divided_after_accumulation, zeroed_without_none)
 RIGHT += (by_hand_with_a_mean, weighted_by_tokens, half_a_squared_error)
+RIGHT += (multiplied_by_the_ranks_on_purpose, gradients_of_a_sum_multiplied_afterwards)
 RIGHT += (the_last_accumulation_is_shorter, sharpness_aware, two_optimizers, adversaries)
 RIGHT += (compiled_around_ddp, compiled_inside_ddp, compiled_in_place, evaluated_in_shares)
 RIGHT += (evaluated_whole_on_each_rank, evaluated_and_cut, evaluated_in_objects)
