@@ -49,7 +49,7 @@ class Facts:
         device: Of the parameters, "node cpu" or "node GPU-uuid".
         inputs: A checksum of the inputs of each of the first forward passes.
         drops_out: Whether the model has a Dropout, so that equal inputs give unequal gradients.
-        foreign_inputs: Forward passes whose first input is on another device than the weights.
+        foreign_inputs: Forward passes whose inputs are all on another device than the weights.
         epochs: `sampler.epoch` of each pass through a shuffling DistributedSampler that was trained
             on for more than one step.
         seeds: Of these samplers.
@@ -65,6 +65,7 @@ class Facts:
             loss, the number of values in it, and a `key` that passes have in common whose losses
             are micro-batches of one: same line of code, same weights reached.
         unknown: Parameters that DistributedDataParallel has not seen when it was built.
+        unfrozen: Parameters that need a gradient only since then.
         moved: Parameters that are no longer on the device for which it was built.
         unused: Parameters without a gradient after some backward that sent.
         unused_names: Some of them.
@@ -101,6 +102,7 @@ class Facts:
     syncs: list[int] = field(default_factory=list)
     steps: list[list[dict]] = field(default_factory=list)
     unknown: int = 0
+    unfrozen: int = 0
     moved: int = 0
     unused: int = 0
     unused_names: list[str] = field(default_factory=list)

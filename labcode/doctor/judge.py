@@ -110,8 +110,9 @@ def different_start(facts: list[Facts]) -> Iterator[Finding]:
 
 def drifted_apart(facts: list[Facts]) -> Iterator[Finding]:
     """Weights that began equal and differ at the end, where nothing above explains it."""
-    explained = any(fact.unknown or fact.call or fact.failed for fact in facts)
-    explained = explained or any(missing_search(facts))  # backward sent only a part
+    explained = any(fact.call or fact.failed for fact in facts)
+    # backward sent only a part
+    explained = explained or any(changed_after_wrapping(facts)) or any(missing_search(facts))
     began_equal = _spread([fact.start for fact in facts]) <= TOLERANCE
     gap = _spread([fact.end for fact in facts])
     if began_equal and not explained and gap > TOLERANCE:
@@ -190,11 +191,12 @@ def statistics_diverge(facts: list[Facts]) -> Iterator[Finding]:
 
 def changed_after_wrapping(facts: list[Facts]) -> Iterator[Finding]:
     """Parameters that DDP does not know, or knows elsewhere."""
-    seen = [fact for fact in facts if fact.unknown or fact.moved]
+    seen = [fact for fact in facts if fact.unknown or fact.moved or fact.unfrozen]
     if seen:
-        what = "parameters were moved, replaced or unfrozen after wrapping"
-        what += "; nobody averages their gradients"
         count = max(fact.unknown + fact.moved for fact in seen)
+        change = "moved or replaced" if count else "unfrozen"
+        what = f"parameters were {change} after wrapping; nobody averages their gradients"
+        count = count or max(fact.unfrozen for fact in seen)
         cure = "finish the model and move it to its device, then wrap it"
         yield Finding("changed after wrapping", what, _ranks(seen), count, "parameters", cure)
 

@@ -317,6 +317,31 @@ def divided_by_all(facts: list[Facts]) -> Iterator[Finding]:
         yield _scale("averaged twice", what, facts, num_ranks, "times too small", cure)
 
 
+def uneven_windows(facts: list[Facts]) -> Iterator[Finding]:
+    """Steps of more or fewer micro-batches than the number by which each loss is divided.
+
+    Those at the end of an epoch make a shorter step, or stay in the first one of the next epoch.
+    """
+    known = []
+    for steps in _steps(facts):
+        totals = _totals(steps)
+        if len(totals) == 1 and totals[0].count:
+            known.append(totals[0])
+    counts = [total.count for total in known if _is(total.value, 1)]
+    if len(set(counts)) != 1:
+        return
+    usual = counts[0]
+    others = [total for total in known if total.count != usual]
+    if others and all(_is(total.value, total.count / usual) for total in others):
+        what = (
+            f"steps of {others[0].count} micro-batches, each divided by {usual}: the number that "
+            "is left at the end of an epoch is another one"
+        )
+        cure = "divide by the number that the step really has, or leave the last ones out"
+        unit = "steps"
+        yield Finding("uneven steps", what, _ranks(facts), len(others), unit, cure, is_hint=True)
+
+
 def needless_syncs(facts: list[Facts]) -> Iterator[Finding]:
     """Gradients that travel at every micro-batch: the same gradient, for more bytes."""
     seen = [fact for fact in facts if max(fact.syncs, default=0) > 1]
@@ -330,7 +355,7 @@ def needless_syncs(facts: list[Facts]) -> Iterator[Finding]:
 
 LOOKS = (needless_syncs, undivided_losses, uneven_means, wrong_scale, lost_micro_batches)
 LOOKS += (old_gradients, clipped_while_scaled, not_finite, summed_losses, divided_by_all)
-LOOKS += (gradients_set_to_zero, loss_scale_left)
+LOOKS += (gradients_set_to_zero, loss_scale_left, uneven_windows)
 
 
 def have_other_gradients(facts: list[Facts]) -> bool:
@@ -519,9 +544,11 @@ def _unevenness(steps: list[Step]) -> float:
         for loss in losses:
             if loss["kind"] == "mean" and loss["count"]:
                 per_value.append(loss["factor"] / loss["count"])
+                numerators.append(loss["factor"])
             elif loss["kind"] != "mean" and loss["divisor"] > 0:  # by the number of values
                 per_value.append(loss["factor"])
                 numerators.append(loss["factor"] * loss["divisor"])
+        # weights of their own, as where each loss is divided by its size
         if numerators and not _is(min(numerators), max(numerators)):
             continue
         if per_value and min(per_value) > 0:

@@ -445,7 +445,8 @@ class Watch:
 
     def _note_inputs(self, inputs: list[torch.Tensor]) -> None:
         here = next(self.inner.parameters()).device
-        if inputs[0].device != here:
+        # some are meant to stay on the CPU, such as the lengths of packed sequences
+        if all(value.device != here for value in inputs):
             self.facts.foreign_inputs += 1
         elif len(self.facts.inputs) < HASHED_PASSES:
             self.facts.inputs.append(_checksum(inputs))
@@ -577,10 +578,10 @@ class Watch:
             return
         known = {id(param) for param in self.wrapper._module_parameters}
         trained = self._trained()
+        self.facts.unknown = sum(id(param) not in known for param in trained)
         # DDP averages what needed a gradient when it was wrapped
         num_averaged = self.wrapper._get_ddp_logging_data()["num_parameter_tensors"]
-        unfrozen = max(0, len(trained) - int(num_averaged))
-        self.facts.unknown = max(unfrozen, sum(id(param) not in known for param in trained))
+        self.facts.unfrozen = max(0, len(trained) - int(num_averaged))
         self.facts.moved = sum(param.device != self.wrapper.device for param in trained)
 
     def _sum_of_weights(self) -> float | None:

@@ -239,6 +239,45 @@ def label_smoothing_divided(watch):
     accumulate(watch, lambda model, inputs, targets: smoothed(model, inputs, targets) / 4)
 
 
+def in_windows_of_four(watch, steps_at_the_end=False, counts_on=False):
+    """Six micro-batches in an epoch, each divided by four."""
+    model, optimizer, loader = ready()
+    with watch(model, optimizer, loader=loader):
+        number = 0
+        for epoch in range(4):
+            loader.sampler.set_epoch(epoch)
+            number = number if counts_on else 0
+            for place, (inputs, targets) in enumerate(loader, start=1):
+                number += 1
+                is_end = steps_at_the_end and place == len(loader)
+                steps = number % 4 == 0 or is_end
+                with contextlib.nullcontext() if steps else model.no_sync():
+                    (F.cross_entropy(model(inputs), targets) / 4).backward()
+                if steps:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+def the_rest_of_an_epoch_is_kept(watch):
+    in_windows_of_four(watch)
+
+
+def a_shorter_step_at_the_end(watch):
+    in_windows_of_four(watch, steps_at_the_end=True)
+
+
+def windows_over_the_ends_of_epochs(watch):
+    in_windows_of_four(watch, counts_on=True)
+
+
+def two_losses_of_one_size(watch):
+    def balanced(logits, targets):
+        losses = (F.cross_entropy(logits, targets), (logits - 1).square().mean())
+        return sum(loss / loss.detach() for loss in losses)
+
+    each_step(watch, loss_of=balanced)
+
+
 # ---- the model and its copies
 
 
@@ -335,7 +374,7 @@ WRONG = [
     (two_backwards_of_one_forward, "weights drift", "or a second one of the same forward pass"),
     (zero_grad_before_the_step, "gradients lost", "nothing of what the backward passes brought"),
     (the_optimizer_steps_without_the_scaler, "loss scale left", "multiplied by the loss scale"),
-    (unfrozen_after_wrapping, "changed after wrapping", "moved, replaced or unfrozen"),
+    (unfrozen_after_wrapping, "changed after wrapping", "parameters were unfrozen after wrapping"),
     (the_same_dicts, "same data", "the same inputs at every forward pass"),
 ]
 
@@ -352,10 +391,20 @@ RIGHT += [mask_of_all_ranks_times_the_ranks, unequal_numbers_of_micro_batches]
 RIGHT += [a_sum_over_samples_and_features, half_a_sum_of_squares, a_sum_over_1024_values]
 RIGHT += [kept_gradients, a_policy_gradient, gathered_without_gradient, a_gradient_penalty]
 RIGHT += [label_smoothing_divided, an_average_of_the_weights, a_copy_and_a_file_of_the_model]
-RIGHT += [a_teacher_that_follows, dicts_of_shares]
+RIGHT += [a_teacher_that_follows, dicts_of_shares, two_losses_of_one_size]
+RIGHT += [windows_over_the_ends_of_epochs]
 
 
 @pytest.mark.parametrize("loop", RIGHT, ids=lambda loop: loop.__name__)
 def test_a_right_loop_has_no_findings(loop, ranks2):
     for found in ranks2.run(found_in, loop):
         assert found == []
+
+
+@pytest.mark.parametrize(
+    ("loop", "count"), [(the_rest_of_an_epoch_is_kept, 6), (a_shorter_step_at_the_end, 2)]
+)
+def test_a_step_of_another_number_of_micro_batches_is_a_hint(loop, count, ranks2):
+    for found in ranks2.run(found_in, loop):
+        assert [(one[0], one[3]) for one in found] == [("uneven steps", True)]
+        assert f"steps of {count} micro-batches, each divided by 4" in found[0][2]
