@@ -391,6 +391,27 @@ def _lesson(path: Path) -> Lesson | None:
     return Lesson(number, title, minutes, tuple(exercises), path, needs, tuple(parts))
 
 
+def solution_of(exercise: str, folder: Path) -> str:
+    """Where an exercise is solved, as "solutions/01_topic.ipynb, section 4".
+
+    Args:
+        exercise: "1.2".
+        folder: Of the student notebooks; the solutions lie beside it.
+
+    Returns:
+        The place; "" where there is none, as in a copy of the course without solutions.
+    """
+    for lesson in lessons(folder):
+        solution = folder.absolute().parent / "solutions" / lesson.notebook.name
+        if exercise in lesson.exercises and solution.exists():
+            place = f"solutions/{solution.name}"
+            for section in lesson.sections:
+                if exercise in section.exercises and section.number is not None:
+                    return f"{place}, section {section.number}"
+            return place
+    return ""
+
+
 def passed(folder: Path) -> set[str]:
     """The exercises that have passed their check in the notebooks of a folder."""
     found = _json(folder / PROGRESS).get("passed", {})

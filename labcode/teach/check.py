@@ -20,12 +20,13 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
 from IPython.core.getipython import get_ipython
 
-from labcode import suggest
+from labcode import course, suggest
 from labcode.pool.answers import RankError
 from labcode.pool.limits import limited
 from labcode.teach import progress, show, tracebacks
@@ -254,9 +255,10 @@ def hint(exercise: str | float | None = None, number: int | None = None) -> None
         _say_hint(hints[wanted - 1], f"hint {wanted} of {len(hints)} for {exercise}: ")
         return
     count = "the only one" if len(hints) == 1 else f"the last of {len(hints)}"
+    solution = course.solution_of(exercise, Path.cwd())  # a kernel runs beside its notebook
     _say_hint(
         f'no further hint for {exercise}: that was {count}; `hint("{exercise}", 1)` '
-        "shows the first again"
+        f"shows the first again{solution and f', and the solution is in {solution}'}"
     )
 
 

@@ -640,6 +640,14 @@ TREE = Answers(
             changed("have_it <= place < 2 * have_it => place == have_it"),
             "rank 1 waits in send of float32 [3] to rank 3",
         ),
+        "rounds for up to eight ranks": (
+            changed(
+                "    have_it = 1  # the places 0 to have_it - 1 hold the tensor\n => ",
+                "while have_it < p: => for have_it in (1, 2, 4):",
+                "        have_it *= 2\n => ",
+            ),
+            "in a group of 9 with root 0, number 8 receives nothing",
+        ),
     },
 )
 

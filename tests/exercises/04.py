@@ -222,6 +222,10 @@ UNEVEN = Answers(
             changed("grad, group=group => grad"),
             "with 7 + 3 samples: there are gradients of ranks outside of the group in it",
         ),
+        "divides whole numbers": (
+            changed("mine / total => mine // total"),
+            "(it is zero everywhere)",
+        ),
     },
 )
 
@@ -287,6 +291,11 @@ ACCUMULATED = Answers(
         "gradients divided": accumulate_divides_at_the_end,
         "slices": accumulate_by_index,
         "without backward()": mean_of_gradients,
+        "a list of losses": changed(
+            LATER,
+            f"{BACKWARD} =>         losses.append(loss / num_micro_batches)\n"
+            "        losses[-1].backward()\n",
+        ),
     },
     wrong={
         "not divided by m": (
@@ -343,6 +352,18 @@ ACCUMULATED = Answers(
         "makes a step": (
             changed(f"{SEND} => {SEND}\n    torch.optim.AdamW(model.parameters()).step()"),
             "the step comes after this function",
+        ),
+        "keeps the graphs of all losses": (
+            changed(
+                LATER,
+                f"{BACKWARD} =>         losses.append(loss / num_micro_batches)\n"
+                "        losses[-1].backward(retain_graph=True)\n",
+            ),
+            "bytes are still kept for the backward of the micro-batches before",
+        ),
+        "keeps one graph for nothing": (
+            changed(".backward() => .backward(retain_graph=True)"),
+            "bytes are still kept for the backward of the micro-batches before",
         ),
     },
 )
@@ -418,6 +439,23 @@ def main(folder, epochs=2, global_batch=16):
 '''
 
 
+ON_ONE_GPU = """
+def main(folder, epochs=2, global_batch=16):
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    loader = DataLoader(dataset, batch_size=global_batch, shuffle=True)
+    for epoch in range(epochs):
+        total = 0.0
+        for inputs, targets in loader:
+            loss = gpt.loss(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item()
+        print(f"epoch {epoch}: loss {total / len(loader):.4f}")
+    torch.save(model.state_dict(), folder / "weights.pt")
+"""
+
 WRITTEN = Answers(
     solves="main",
     takes_ranks=False,
@@ -458,7 +496,7 @@ WRITTEN = Answers(
             changed(
                 "sampler=share => shuffle=False",
             ),
-            "on 1 rank: the samples are not shuffled",
+            "of the first 48 samples that rank 0 reads rank 1 reads 48 too",
         ),
         "saved with DDP": (
             changed(
@@ -542,6 +580,24 @@ WRITTEN = Answers(
                 "dist.init_process_group => str",
             ),
             "process group has not been initialized",
+        ),
+        "the loss is added up on rank 0": (
+            changed(
+                "        dist.all_reduce(mean_loss)\n =>         if rank == 0:\n"
+                "            dist.all_reduce(mean_loss)\n",
+            ),
+            "needs has to make it, with one size and dtype. Is one of these calls inside an `if",
+        ),
+        "a barrier of rank 0": (
+            changed(
+                '/ "weights.pt") => / "weights.pt")\n        dist.barrier()',
+            ),
+            "rank 0 waits in barrier (main, line",
+        ),
+        "the script of one GPU": (ON_ONE_GPU, "no rank joins the others"),
+        "every rank shuffles": (
+            changed("sampler=share => shuffle=True"),
+            "does the DataLoader have a DistributedSampler?",
         ),
     },
 )

@@ -168,7 +168,7 @@ GROUPS = Answers(
             changed(f"{AGREE} => if axis in axes"),
             "in which coordinates must the ranks",
         ),
-        "neighbours": (neighbours, "differ in"),
+        "neighbours": (neighbours, "in which order do you read the axes"),
         "the first axis only": (
             changed(f"{AGREE} => {AGREE}[:1]"),
             "in which coordinates must the ranks",
@@ -194,6 +194,14 @@ GROUPS = Answers(
         "a group for each rank": (
             changed(f"{RETURN} => {ONE_FOR_EACH_RANK}"),
             "in more than one group",
+        ),
+        "reads the order from its end": (
+            changed('order.split("-") => reversed(order.split("-"))'),
+            "is a group of the order dp-pp-cp-tp: in which order do you read the axes",
+        ),
+        "reads the sizes in their order": (
+            changed('order.split("-") => sizes'),
+            "is a group of the order dp-pp-cp-tp: in which order do you read the axes",
         ),
     },
 )

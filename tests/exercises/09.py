@@ -544,6 +544,10 @@ EMBEDDING = Answers(
             changed(f"{RETURN_SUM} => return copy_to(x, self.group)"),
             "the vector of token",
         ),
+        "zeros through .data": (
+            changed("x = x.masked_fill(elsewhere[..., None], 0) => x.data[elsewhere] = 0.0"),
+            "and writing through `.data`",
+        ),
     },
 )
 
@@ -690,6 +694,10 @@ LOSS = Answers(
         "the default group": (
             changed("peak = logits => group = dist.group.WORLD; peak = logits"),
             "ranks 1-3 wait in all_reduce",
+        ),
+        "an f before the logits": (
+            changed("    peak = =>     logits = copy_to(logits, group)\n    peak ="),
+            "calls all_reduce of float64 [12, 21] (autograd, in backward)",
         ),
     },
 )

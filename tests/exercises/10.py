@@ -259,6 +259,10 @@ PAIR = Answers(
             ),
             "forward gives [2, 3, 8], expected is [2, 12, 8]",
         ),
+        "x may be a slice": (
+            changed("    x = x.contiguous()\n => "),
+            "pass x.contiguous()",
+        ),
     },
 )
 

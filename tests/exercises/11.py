@@ -55,6 +55,16 @@ ONE_MAXIMUM = (
     f"{LOG_SUM} => top + ((lse_a - top).exp() + (lse_b - top).exp()).log()",
 )
 
+
+def zero_for_no_key(out_a, lse_a, out_b, lse_b):
+    top = torch.maximum(lse_a.nan_to_num(neginf=0), lse_b.nan_to_num(neginf=0))
+    share_a = (lse_a - top).exp()
+    share_b = (lse_b - top).exp()
+    both = share_a + share_b
+    out = (out_a * share_a[..., None] + out_b * share_b[..., None]) / both[..., None]
+    return out, top + both.log()
+
+
 MERGE = Answers(
     solves="my_merge",
     takes_ranks=False,
@@ -127,6 +137,10 @@ MERGE = Answers(
         "rows and features confused": (
             changed("[..., None] => .sum()"),
             "share of the common denominator",
+        ),
+        "-inf counts as 0 in the maximum": (
+            zero_for_no_key,
+            "beside a block without any key (lse = -inf) scores of -5000 in the first block are",
         ),
     },
 )
@@ -209,6 +223,35 @@ MERGED = "attention_block.merge(out, lse, out_b, lse_b)"
 KEPT = (f"{KV} => {KV}\n    kvs = [kv]", f"{PASS_ON} => {PASS_ON}\n        kvs.append(kv)")
 BLOCK = "attend(q, kv[0], kv[1], causal=False)"
 
+
+def while_it_travels(q, k, v, group):
+    """Two views of a part live until the turn after it binds their names again."""
+    rank = dist.get_rank(group)
+    p = dist.get_world_size(group)
+    here = torch.cat((k, v), dim=-1)
+    out = None
+    for step in range(p):
+        moving = []
+        if step + 1 < p:
+            coming = torch.empty_like(here)
+            receive = dist.P2POp(dist.irecv, coming, group=group, group_peer=(rank - 1) % p)
+            send = dist.P2POp(dist.isend, here, group=group, group_peer=(rank + 1) % p)
+            moving = dist.batch_isend_irecv([receive, send])
+        source = (rank - step) % p
+        if source <= rank:
+            keys, values = here.chunk(2, dim=-1)
+            out_b, lse_b = PLAIN.forward(q, keys, values, causal=source == rank)
+            if out is None:
+                out, lse = out_b, lse_b
+            else:
+                merge(out, lse, out_b, lse_b)
+        for work in moving:
+            work.wait()
+        if moving:
+            here = coming
+    return out, lse
+
+
 FORWARD = Answers(
     solves="ring_forward",
     right={
@@ -231,6 +274,7 @@ FORWARD = Answers(
             "    kv = both[0]",
             f"{PASS_ON} => kv = pass_on(kv, group, both[step % 2])",
         ),
+        "computes while the next part travels": while_it_travels,
     },
     wrong={
         "own keys only": (changed("range(1, p) => range(1, 1)"), "own keys alone"),
@@ -365,6 +409,13 @@ FORWARD = Answers(
             "does your loop end",
         ),
         "out alone": (changed(f"{RETURN} => return out"), "two tensors"),
+        "only keys travel": (
+            changed(
+                "kv = torch.stack((k, v)) => kv = k",
+                "attend(q, kv[0], kv[1] => attend(q, kv, v",
+            ),
+            "do keys and values both travel?",
+        ),
     },
 )
 

@@ -322,6 +322,10 @@ RUNNER = Answers(
             "was called more than",
         ),
         "does nothing": (changed("in actions: => in []:"), "ran its stage 0 times"),
+        "sends the graph as well": (
+            changed("y.detach().contiguous() => y"),
+            "is sent together with its graph, and the handle of its message keeps both",
+        ),
     },
 )
 

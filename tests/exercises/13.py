@@ -155,10 +155,7 @@ OF_GRADIENT = "piece_of(param.grad, rank, self.p)"
 OPTIMIZER = Answers(
     solves="ShardedOptimizer",
     right={
-        "padded all-gathers": changed(
-            f"{SENDING} => {PADDED}",
-            "param.grad = None => param.grad = None if param.grad is None else param.grad * 0",
-        ),
+        "padded all-gathers": changed(f"{SENDING} => {PADDED}"),
         "one message": InOneMessage,
         "copies written back": changed(
             "nn.Parameter(own) => nn.Parameter(own.clone())", f"self.inner.step()\n => {WRITE_BACK}"
@@ -237,6 +234,13 @@ OPTIMIZER = Answers(
                 "        with torch.no_grad():"
             ),
             "labcode's own answer",
+        ),
+        "zero_grad writes zeros": (
+            changed(
+                "            param.grad = None =>             if param.grad is not None:\n"
+                "                param.grad.zero_()"
+            ),
+            "after zero_grad() the gradients are zeros, and not None",
         ),
     },
 )
@@ -334,6 +338,13 @@ AVERAGE = Answers(
         "unpacked by the first rank's sizes": (
             changed("first = stop => first += piece_of(param, 0, p).numel()"),
             "on the rank that sends and on the one that receives",
+        ),
+        "travels in float32": (
+            changed(
+                "new_zeros(p, length) => new_zeros(p, length, dtype=torch.float32)",
+                "view_as(row) => view_as(row).double()",
+            ),
+            "where do the numbers cease to be float64?",
         ),
     },
 )
@@ -828,6 +839,13 @@ WRITTEN = Answers(
         "left open": (
             with_change("    dist.destroy_process_group()\n", ""),
             "dist.destroy_process_group()",
+        ),
+        "a barrier of rank 0": (
+            changed(
+                "dist.destroy_process_group() => if dist.get_rank() == 0:\n        dist.barrier()\n"
+                "    dist.destroy_process_group()"
+            ),
+            "rank 0 waits in barrier (main, line",
         ),
     },
 )

@@ -764,7 +764,7 @@ def gathered(amaxes, group):
     own = torch.tensor([amax.item() for amax in amaxes])
     all_of_them = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(all_of_them, own, group=group)
-    return torch.stack(all_of_them).max(0).values
+    return list(torch.stack(all_of_them).max(0).values)
 
 
 def one_by_view(amaxes, group):
@@ -778,6 +778,13 @@ def one_by_view(amaxes, group):
 INTO_THE_GIVEN = """for amax, largest in zip(amaxes, together):
         amax.copy_(largest)
     return amaxes"""
+
+
+def as_objects(amaxes, group):
+    of_ranks = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, [amax.item() for amax in amaxes], group=group)
+    return [torch.tensor(max(column)) for column in zip(*of_ranks)]
+
 
 REDUCE = Answers(
     solves="reduce_amaxes",
@@ -809,9 +816,17 @@ REDUCE = Answers(
             changed("together = => return list(amaxes)\n    together ="),
             "of this rank alone",
         ),
-        "one number": (changed("list(together) => together.max()"), "one amax for each of"),
+        "one number": (
+            changed("list(together) => together.max()"),
+            "return a list of 5 tensors, not a Tensor",
+        ),
         "no return": (changed("return list(together) => list(together)"), "returned None"),
         "labcode's own": (fp8.reduced_amaxes, "labcode's own answer"),
+        "a tensor": (
+            changed("list(together) => together"),
+            "return a list of 5 tensors, not a Tensor",
+        ),
+        "as objects": (as_objects, "a function that sends Python objects sends their size first"),
     },
 )
 

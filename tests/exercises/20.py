@@ -392,6 +392,32 @@ STEP = Answers(
         ),
         "all hidden": (changed(f"{HIDDEN} => 1.5 * dp_s"), "the rest counts whole"),
         "labcode's own": (lab.step_s, "labcode's own answer"),
+        "ZeRO-2 as ZeRO-3": (
+            changed("if zero == 3: => if zero >= 2:"),
+            "zero=2, micro_batch=1, checkpointing='none') over a fast network",
+        ),
+        "ZeRO-3 hides behind messages": (
+            changed(
+                "    dp_s = lab.all_reduce_s =>     if pp > 1:\n"
+                "        box_s += 2 * lab.send_s(cluster, layout, act / tp)\n"
+                "    dp_s = lab.all_reduce_s",
+                "    if pp > 1:\n        box_s += 2 * lab.send_s(cluster, layout, act / tp)\n"
+                "    return =>     return",
+            ),
+            "each part alone was right",
+        ),
+        "m + pp boxes": (
+            changed("(micro_batches + pp - 1) => (micro_batches + pp)"),
+            "the step is one box too long",
+        ),
+        "messages in one stage": (
+            changed("if pp > 1: => if True:"),
+            "the messages between stages are in it, and there is one stage only",
+        ),
+        "checkpointing as a truth": (
+            changed('if checkpointing == "full" => if checkpointing'),
+            'is a text, and "none" counts as true',
+        ),
     },
 )
 

@@ -116,12 +116,16 @@ RULES = Answers(
         "names twice": (changed("return broken => return broken + broken"), "twice"),
         "the first fault alone": (
             changed("return broken => return broken[:1]"),
-            "breaks a rule that you miss",
+            "rules, and you name 1 of them: does your function go on after the first",
         ),
         "the MLP ignored": (changed("shape.ffn % layout.tp => False"), "features of the MLP"),
         "a truth value": (changed("return broken => return not broken"), "list of names"),
         "another name": (changed('"node" => "tp"'), "is no name of the table"),
         "labcode's own": (lab.broken_rules, "labcode's own answer"),
+        "asks of the layers only without ZeRO-3": (
+            changed("if shape.layers % => if layout.zero != 3 and shape.layers %"),
+            "with other choices beside it",
+        ),
     },
 )
 

@@ -35,6 +35,7 @@ READS_ENVIRONMENT = (
     "labcode.launch",  # hands its own on to its children
     "labcode.slurm.run.client",  # takes a job's variables out of it, for the commands of SLURM
     "labcode.slurm.run.local",  # stands in for the shell, which expands the path of the runs
+    "labcode.teach.exercises.simulated.baton",  # gives each simulated rank what torchrun sets
     "labcode.train.__main__",  # says how the threads of OpenMP wait, before torch starts them
     "labcode.teach.labs.l14_stand_in",  # stands in for SLURM, which hands its variables to jobs
 )

@@ -5,6 +5,7 @@ import linecache
 import sys
 import types
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -437,6 +438,15 @@ def test_hints_come_one_by_one(capsys, notebook, monkeypatch):
     monkeypatch.setattr(show, "in_notebook", lambda: False)
     hint("99.2", 1)
     assert capsys.readouterr().out == f"{first}\n"
+
+
+def test_after_the_last_hint_stands_where_the_solution_is(capsys, monkeypatch):
+    folder = Path(__file__).parents[2] / "notebooks"
+    monkeypatch.chdir(folder)
+    hint("1.1", 99)
+    said = capsys.readouterr().out
+    assert "no further hint for 1.1" in said
+    assert said.endswith("in solutions/01_processes_and_collectives.ipynb, section 4\n")
 
 
 def test_a_hint_that_does_not_exist(capsys):

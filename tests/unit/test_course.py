@@ -56,6 +56,25 @@ def test_lessons(folder):
     assert found[1].exercises == ("4.1", "4.2")
 
 
+def test_the_solution_of_an_exercise_is_known_with_its_section(folder):
+    assert course.solution_of("4.1", folder) == ""  # a copy of the course without solutions
+    solutions = folder.with_name("solutions")
+    solutions.mkdir()
+    (solutions / "04_ddp.ipynb").write_text("{}")
+    assert course.solution_of("4.1", folder) == "solutions/04_ddp.ipynb"
+    assert course.solution_of("9.9", folder) == ""
+
+
+def test_every_exercise_of_the_course_has_a_section_where_it_is_solved():
+    folder = ROOT / "notebooks"
+    exercises = [name for lesson in course.lessons(folder) for name in lesson.exercises]
+    assert len(exercises) > 100
+    for name in exercises:
+        assert ", section " in course.solution_of(name, folder), name
+    topic = "solutions/01_processes_and_collectives.ipynb"
+    assert course.solution_of("1.1", folder) == f"{topic}, section 4"
+
+
 def test_the_folder_is_found_from_the_course_from_the_notebooks_and_from_elsewhere(
     folder, tmp_path
 ):

@@ -97,6 +97,12 @@ def diagnose(
     if off < tolerance:
         return
     refuse(table, case, found, tolerance)
+    if isinstance(found, torch.Tensor) and isinstance(truth, torch.Tensor):
+        is_exact = truth.dtype == torch.float64 and tolerance <= TOLERANCE
+        if is_exact and off < REAL_ROUNDING:
+            raise Hint(f"{case}right to {off:.0e} only: where do the numbers cease to be float64?")
+        if found.numel() > 1 and not found.any():
+            otherwise += " (it is zero everywhere)"
     raise Hint(case + otherwise.format(off=off))
 
 
@@ -138,6 +144,16 @@ def tensor(value: Any, shape: Sequence[int] | None = None, what: str = "it retur
         raise Hint(f"{what} a {type(value).__name__}, expected is one tensor")
     if shape is not None and tuple(value.shape) != tuple(shape):
         raise Hint(f"{what} a tensor of shape {list(value.shape)}, expected is {list(shape)}")
+
+
+def sequence(value: Any, wanted: str) -> None:
+    """See that a value is a list or a tuple, as `wanted` says; a tensor is none."""
+    if not isinstance(value, list | tuple):
+        raise Hint(f"return {wanted}, not {_article(type(value).__name__)}")
+
+
+def _article(name: str) -> str:
+    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
 
 
 def plural(number: int, name: str) -> str:
@@ -373,6 +389,21 @@ def careless(calls: Sequence[Event]) -> dict[str, bool]:
     }
 
 
+def several(calls: Sequence[Event], count: int) -> dict[str, bool]:
+    """A row of a table: more than one collective for what one could carry.
+
+    Args:
+        calls: Of one rank.
+        count: How many tensors it was given.
+    """
+    sends_objects = any(one.dtype == "uint8" for one in calls)
+    size_first = " (a function that sends Python objects sends their size first)"
+    return {
+        f"{len(calls)} collectives for {plural(count, 'tensor')}"
+        f"{size_first if sends_objects else ''}: put all of them into one": len(calls) > 1
+    }
+
+
 # ---- inputs
 
 
@@ -381,3 +412,12 @@ def draw(group: dist.ProcessGroup, seed: int, *shape: int) -> torch.Tensor:
     first = min(dist.get_process_group_ranks(group))
     generator = torch.Generator().manual_seed(100 * seed + first)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers as every second one of a larger tensor, which is not contiguous.
+
+    What a layer is given may be a slice or a transpose, and a gradient may be the expansion of one
+    number, as that of a sum is.
+    """
+    return torch.stack((tensor, torch.zeros_like(tensor)), -1)[..., 0]

@@ -293,7 +293,7 @@ def _hold(numbers: Sequence[int]) -> str:
 # ---- 1.3
 
 FIRST = 100.0  # the rank with number r in the group holds 100 + r
-SIZES = (4, 3, 5, 8)
+SIZES = (4, 3, 5, 8, 9, 17)  # more than any list of rounds that somebody writes down
 
 Spread = tuple[float, float]
 

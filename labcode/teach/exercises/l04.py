@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from labcode.models.gpt import loss as gpt_loss
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import Exercise, Hint
-from labcode.teach.exercises import l04_plain, scripts, small_gpt
+from labcode.teach.exercises import l04_plain, rehearsal, scripts, small_gpt
 from labcode.teach.exercises.expect import (
     careless,
     confirm,
@@ -27,6 +27,7 @@ from labcode.teach.exercises.expect import (
     run,
     times,
 )
+from labcode.teach.exercises.memory import KeptForBackward
 from labcode.teach.exercises.simulated import Event, here
 from labcode.teach.labs import l04_by_hand, l04_script
 from labcode.units import ranks_text
@@ -276,7 +277,9 @@ def _accumulate(
             output.register_hook(lambda _: here().note("backward"))
 
     module.register_forward_hook(note_forward)
-    accumulate(module, inputs, targets, num_micro_batches, group)
+    with KeptForBackward() as kept:
+        module.register_forward_pre_hook(lambda *_: here().note("kept", kept.num_bytes()))
+        accumulate(module, inputs, targets, num_micro_batches, group)
     is_changed = not torch.equal(weights, small_gpt.weights(module))
     refuse(
         {
@@ -300,6 +303,7 @@ def accumulated_gradients(accumulate: Callable[..., Any], ranks: Ranks | None = 
                 results = [outcome.results[rank] for rank in members]
                 for rank in members:
                     _check_passes(case, outcome.of(rank, "forward", "backward"), m)
+                    _lets_graphs_go(case, outcome.of(rank, "kept"))
                     refuse(careless(outcome.of(rank)), case)
                     _is_accumulated(case, members, results, outcome.results[rank], m, of_world)
                     _check_sent(case, outcome.of(rank), outcome.results[rank].found.nbytes)
@@ -327,6 +331,16 @@ def _check_passes(case: str, notes: Sequence[Event], m: int) -> None:
         "activations are in memory together, and nothing is saved": together,
     }
     refuse(mistakes, case)
+
+
+def _lets_graphs_go(case: str, notes: Sequence[Event]) -> None:
+    """When a forward begins, nothing is kept of the micro-batches before it."""
+    most = max((note.value for note in notes), default=0)
+    hint = (
+        f"when the next forward begins, {most:,} bytes are still kept for the backward of the "
+        "micro-batches before, which is over: who keeps their graphs?"
+    )
+    refuse({hint: most > 0}, case)
 
 
 def _is_accumulated(
@@ -411,8 +425,37 @@ def script(main: Callable[..., Any] | str, folder: Path | str = "runs") -> None:
     source = scripts.source_of(main)
     path = Path(folder) / SCRIPT
     scripts.write(path, HEADER, source, FOOTER)
+    _check_rehearsal(path)
     for nproc in (1, 2):
         _check_run(path, nproc)
+
+
+class _NotedSamples(TensorDataset):
+    """The samples; a simulated rank notes which of them it reads."""
+
+    def __getitem__(self, index: Any) -> Any:
+        here().note("read", str(index))  # a number, or a slice of them
+        return super().__getitem__(index)
+
+
+def _check_rehearsal(path: Path) -> None:
+    """On two simulated ranks they join, meet in every call, and share the samples."""
+    case = "on 2 ranks: "
+    samples = _NotedSamples(*l04_script.dataset.tensors)
+    outcome = rehearsal.rehearse(path, 2, dataset=samples)
+    rehearsal.tell(case, path, outcome)
+    share = len(samples) // 2
+    read = []
+    for rank in range(2):
+        indices = [one.value for one in outcome.of(rank, "read")]
+        read.append(set(indices[:share]))
+    both = read[0] & read[1]
+    hint = (
+        f"of the first {share} samples that rank 0 reads rank 1 reads {len(both)} too, and in an "
+        "epoch each sample belongs to one rank: does the DataLoader have a DistributedSampler? "
+        "(With shuffle=True alone each rank shuffles for itself.)"
+    )
+    refuse({hint: both and not outcome.errors}, case)
 
 
 def _check_run(path: Path, nproc: int) -> None:

@@ -18,6 +18,7 @@ from labcode.teach.exercises.expect import (
     careless,
     confirm_in_group,
     diagnose,
+    distance,
     in_groups,
     own_answers,
     refuse,
@@ -566,6 +567,11 @@ def _have_met(results: list[list[Tensor]], outcome: Outcome, members: Sequence[i
                 refuse({"no collective was called: the copies never meet": not calls}, case)
                 mistakes = _first_mistakes(common, common + moves[rank], gone, len(members))
                 otherwise = "after round 1 the weights are not where they should be"
+            if any(distance(other[turn], found[turn]) > ROUNDED for other in results):
+                otherwise = (
+                    f"after round {turn + 1} the copies have different weights: what in your step "
+                    "is not the same on all ranks?"
+                )
             diagnose(case, found[turn], truth, mistakes, otherwise, ROUNDED)
             sent = sum(call.num_bytes for call in calls)
             mistakes = {

@@ -143,7 +143,8 @@ COMBINATIONS = (("tp",), ("dp",), ("pp",), ("dp", "cp"), ("cp", "tp"), AXES, ())
 def groups_of(my_groups: Callable[..., Any]) -> None:
     """The learner's `my_groups(sizes, order, axes)`: all groups along one or several axes."""
     four_axes = GridShape(dp=2, pp=2, cp=2, tp=2)
-    for shape in (*SHAPES[:4], four_axes, replace(four_axes, order="pp-tp-dp-cp")):
+    different = GridShape(dp=5, pp=2, tp=3)  # tells another order from other axes
+    for shape in (different, *SHAPES[:4], four_axes, replace(four_axes, order="pp-tp-dp-cp")):
         for axes in COMBINATIONS:
             case = f"groups along {', '.join(axes) or 'no axis'} of {shape}: "
             sizes = _sizes(shape)
@@ -182,6 +183,13 @@ def _are_groups(
     truth = shape.groups(*axes)
     size = shape.size(*axes)
     in_which = "in which coordinates must the ranks of a group agree?"
+    for order in ORDERS:
+        of_order = replace(shape, order=order).groups(*axes)
+        if sorted(ascending) == sorted(of_order) and sorted(of_order) != sorted(truth):
+            raise Hint(
+                f"{case}{found[0]} is a group of the order {order}: in which order do you read the "
+                "axes, and which of them is the fastest?"
+            )
     others = shape.groups(*[axis for axis in AXES if axis not in axes])
     are_others = sorted(ascending) == sorted(others)
     if are_others and sorted(others) != sorted(truth):

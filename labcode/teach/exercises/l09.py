@@ -120,8 +120,9 @@ class _Step(NamedTuple):
 
 
 BEHIND_AUTOGRAD = (
-    "`dist.all_reduce` writes into a tensor of which autograd does not know that it has changed. "
-    "What comes out is right by accident at most (section 1): f or g?"
+    "a tensor was written to, and autograd does not know that it has changed: `dist.all_reduce` "
+    "does so, and writing through `.data`. What comes out is right by accident at most "
+    "(section 1): is an f or a g missing, or another way of writing?"
 )
 
 

@@ -25,6 +25,7 @@ from labcode.teach.exercises.expect import (
     own_answers,
     refuse,
     tensor,
+    with_gaps,
 )
 from labcode.teach.exercises.memory import Made
 from labcode.teach.exercises.simulated import Event, Outcome, here
@@ -166,7 +167,14 @@ def _own(group: dist.ProcessGroup, seed: int, *shape: int) -> Tensor:
     return draw(group, 10 * seed + group.rank(), *shape)
 
 
-def _pass(case: str, x: Tensor, grad: Tensor, forward: Callable[..., Any], *args: Any) -> _Passed:
+def _pass(
+    case: str,
+    x: Tensor,
+    grad: Tensor,
+    forward: Callable[..., Any],
+    *args: Any,
+    layout: Callable[[Tensor], Tensor] = torch.clone,
+) -> _Passed:
     """Call `forward(x, *args)`, and then backward; what is kept in between is noted.
 
     Args:
@@ -175,8 +183,9 @@ def _pass(case: str, x: Tensor, grad: Tensor, forward: Callable[..., Any], *args
         grad: The gradient of y, of the shape that y should have.
         forward: The learner's.
         args: What else it takes.
+        layout: Gives the same numbers, in another order in memory; of x and of the gradient.
     """
-    given = x.clone().requires_grad_()
+    given = layout(x).requires_grad_()
     with here().block("forward"), Made() as made:
         y = forward(given, *args)
     if y is None:
@@ -191,7 +200,7 @@ def _pass(case: str, x: Tensor, grad: Tensor, forward: Callable[..., Any], *args
     saved = [one for one in getattr(y.grad_fn, "saved_tensors", ()) if one in made]
     here().note("saved", [one.nbytes for one in saved])
     here().note("held", made.alive(y))
-    given_grad = grad.clone()
+    given_grad = layout(grad)
     with here().block("backward"):
         y.backward(given_grad)
     mistakes = {
@@ -235,16 +244,23 @@ def _sends_enough(case: str, calls: Sequence[Event], p: int, num_backward: int =
 # ---- 10.2
 
 
-def _gather(group: dist.ProcessGroup, function: Function) -> _Passed:
+LAYOUTS = (torch.clone, with_gaps)
+
+
+def _gather(
+    group: dist.ProcessGroup, function: Function, layout: Callable[[Tensor], Tensor]
+) -> _Passed:
     x = _own(group, 1, BATCH, TOKENS // group.size(), WIDTH)
     grad = _own(group, 2, BATCH, TOKENS, WIDTH)
-    return _pass("the all-gather: ", x, grad, function.apply, group)
+    return _pass("the all-gather: ", x, grad, function.apply, group, layout=layout)
 
 
-def _scatter(group: dist.ProcessGroup, function: Function) -> _Passed:
+def _scatter(
+    group: dist.ProcessGroup, function: Function, layout: Callable[[Tensor], Tensor]
+) -> _Passed:
     x = _own(group, 3, BATCH, TOKENS, WIDTH)
     grad = _own(group, 4, BATCH, TOKENS // group.size(), WIDTH)
-    return _pass("the reduce-scatter: ", x, grad, function.apply, group)
+    return _pass("the reduce-scatter: ", x, grad, function.apply, group, layout=layout)
 
 
 def pair(gather: Function, scatter: Function, ranks: Ranks | None = None) -> str:
@@ -256,10 +272,11 @@ def pair(gather: Function, scatter: Function, ranks: Ranks | None = None) -> str
         ranks: Four.
     """
     ours = own_answers(start_all_gather, start_reduce_scatter)
-    gathered = in_groups(_gather, gather, judge=_is_gathered, ours=ours)
-    scattered = in_groups(_scatter, scatter, judge=_is_scattered, ours=ours)
-    confirm_in_group(ranks, gathered, _gather, gather)
-    return confirm_in_group(ranks, scattered, _scatter, scatter)
+    for layout in LAYOUTS:
+        gathered = in_groups(_gather, gather, layout, judge=_is_gathered, ours=ours)
+        scattered = in_groups(_scatter, scatter, layout, judge=_is_scattered, ours=ours)
+    confirm_in_group(ranks, gathered, _gather, gather, layout)
+    return confirm_in_group(ranks, scattered, _scatter, scatter, layout)
 
 
 def _is_gathered(results: list[_Passed], outcome: Outcome, members: Sequence[int]) -> None:

@@ -126,6 +126,8 @@ def _is_merged_in_hard_cases(
     """Large scores and rows without a key, in one block or both, in all rows or some of them."""
     large_a = _shifted(block_a, 5000.0)
     large_b = _shifted(block_b, 5000.0)
+    small_a = _shifted(block_a, -5000.0)
+    small_b = _shifted(block_b, -5000.0)
     overflowing = {
         "with scores of 5000 it gives nan or inf, because exp(5000) overflows: which number may be "
         "subtracted from both lse first?": (large_a, large_b),
@@ -159,6 +161,10 @@ def _is_merged_in_hard_cases(
         "it does": (block_a, empty, block_a),
         "a block without any key (lse = -inf) must change nothing, and where it is the first one "
         "it does": (empty, block_b, block_b),
+        "beside a block without any key (lse = -inf) scores of -5000 in the first block are lost: "
+        "which number is subtracted where one of the two lse is -inf?": (small_a, empty, small_a),
+        "beside a block without any key (lse = -inf) scores of -5000 in the second block are lost: "
+        "which number is subtracted where one of the two lse is -inf?": (empty, small_b, small_b),
         "where some rows (queries) of a block see no key (lse = -inf) and its other rows do, it is "
         "wrong: no row may depend on another one": (
             _replaced(block_a, empty_in_a, empty),
@@ -220,7 +226,8 @@ class _Memory(TorchDispatchMode):
         received = here().received
         self._messages.update(received)
         arrived = sum(size for memory, size in received.items() if not memory.expired())
-        self.most_arrived = max(self.most_arrived, arrived)
+        if not func.is_view and "empty" not in func._schema.name:  # which compute nothing
+            self.most_arrived = max(self.most_arrived, arrived)
         return result
 
     def largest(self) -> int:
@@ -322,6 +329,10 @@ def _shortened(name: str, found: Tensor, truth: Tensor, calls: Sequence[Event]) 
     }
 
 
+def _sent_bytes(calls: Sequence[Event]) -> int:
+    return sum(one.num_bytes for one in calls if one.kind == "send")
+
+
 def _needs_no_more(
     case: str,
     calls: Sequence[Event],
@@ -331,7 +342,7 @@ def _needs_no_more(
     of: str = "of K and V",
 ) -> None:
     """A rank sends no more than these parts of K and V, and does not keep more than two."""
-    sent_bytes = sum(one.num_bytes for one in calls if one.kind == "send")
+    sent_bytes = _sent_bytes(calls)
     mistakes = {
         f"the numbers are right, but {sent_bytes / PART_BYTES:g} parts {of} are sent where {parts} "
         "are enough: who needs all of the last message?": sent_bytes > parts * PART_BYTES,
@@ -339,7 +350,9 @@ def _needs_no_more(
         "merge each part when it is here, and let it go": largest > 2 * HEADS * TOKENS * WIDTH,
         f"the numbers are right, but {most_arrived / PART_BYTES:g} parts of K and V that arrived "
         "are in memory together, and two are enough: merge each part when it is here, and let it "
-        "go, together with the works that sent it": most_arrived > 2 * PART_BYTES,
+        "go, together with the works that sent it. A slice or a chunk of a part keeps all of it": (
+            most_arrived > 2 * PART_BYTES
+        ),
     }
     refuse(mistakes, case)
 
@@ -370,7 +383,8 @@ def _judge_forward(results: Sequence[_Result], outcome: Outcome, members: Sequen
         out, lse = (results[number].found[name] for name in names)
         true_out, true_lse = (truths[number][name] for name in names)
         shortened = _shortened("out", out, true_out, calls)
-        wrong = _wrong_outputs(out, number, results[number].given, whole)
+        missing_bytes = (p - 1) * PART_BYTES - _sent_bytes(calls)
+        wrong = _wrong_outputs(out, number, results[number].given, whole, missing_bytes)
         diagnose(case, out, true_out, {**shortened, **wrong})
         otherwise = "out is right and lse is not: is it that of all the keys together?"
         diagnose(case, lse, true_lse, {}, otherwise)
@@ -389,9 +403,21 @@ def _sends_to_one(case: str, calls: Sequence[Event], neighbours: set[int]) -> No
 
 
 def _wrong_outputs(
-    out: Tensor, number: int, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]
+    out: Tensor,
+    number: int,
+    own: Mapping[str, Tensor],
+    whole: Mapping[str, Tensor],
+    missing_bytes: int,
 ) -> Table:
-    """What mistakes give on the rank with this number in its group, and at last what to ask."""
+    """What mistakes give on the rank with this number in its group, and at last what to ask.
+
+    Args:
+        out: What it has given.
+        number: Of the rank.
+        own: Its part of the sequence.
+        whole: The sequence.
+        missing_bytes: How many more it would have to send.
+    """
     return {
         "out has nan or inf in it: is a block merged that nobody can see, or one that has not "
         "arrived yet? Who waits?": not out.isfinite().all(),
@@ -401,6 +427,8 @@ def _wrong_outputs(
         "out is attention over this rank's own keys alone, and without the causal mask": (
             PLAIN.forward(**own, causal=False)[0]
         ),
+        f"out is wrong, and {missing_bytes:,} bytes less are sent than all K and V have that the "
+        "others need: do keys and values both travel?": missing_bytes > 0,
         "out is wrong, and this rank sees its own keys only: what does it do with the parts that "
         "come by, and is its own block causal?": number == 0,
         "out is wrong: is it the right source's turn in each step, is only the own block causal, "

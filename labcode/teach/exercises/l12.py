@@ -305,7 +305,7 @@ def runner(run_actions: Callable[..., Any], ranks: Ranks | None = None) -> str:
                 _goes_forward(runs, members, step)
                 _goes_back(runs, members, step)
                 for place, rank in enumerate(members):
-                    _lets_go(f"{step.case}{_who(members, place)} ", outcome.of(rank, "held"))
+                    _lets_go(f"{step.case}{_who(members, place)} ", outcome.of(rank))
     return confirm(ranks, outcome, _run_step, run_actions, step, shape)
 
 
@@ -446,14 +446,20 @@ def _goes_back(runs: Sequence[_Ran], members: Sequence[int], step: _Step) -> Non
         _has_gradients(f"{step.case}{who} ", ran, parts, step, is_last=place == p - 1)
 
 
-def _lets_go(case: str, notes: Sequence[Event]) -> None:
+def _lets_go(case: str, events: Sequence[Event]) -> None:
     """What an F has kept is gone once its B has used it."""
-    most = max((note.value for note in notes), default=0)
+    most = max((one.value for one in events if one.kind == "held"), default=0)
+    sends_graph = any(one.requires_grad for one in events if one.kind == "send")
+    by_handle = (
+        f"still holds the graphs of {plural(most, 'micro-batch')}, though B has used them: a "
+        "tensor is sent together with its graph, and the handle of its message keeps both until "
+        "the end"
+    )
     hint = (
         f"still holds what the F of {plural(most, 'micro-batch')} has kept, though B has used it: "
         "then every micro-batch of the step stays in memory"
     )
-    refuse({hint: most > 0}, case)
+    refuse({by_handle: most > 0 and sends_graph, hint: most > 0}, case)
 
 
 def _true_parts(

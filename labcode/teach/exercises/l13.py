@@ -136,8 +136,8 @@ def _give_gradients(params: Sequence[nn.Parameter], step: int) -> None:
     for place, param in enumerate(params):
         grad = _random(50 + 10 * step + place, *param.shape)
         if (step, place) == UNUSED:
-            param.grad = None
-        elif param.grad is None:
+            continue  # what `zero_grad` has left there stays
+        if param.grad is None:
             param.grad = grad
         else:
             param.grad = param.grad + grad
@@ -179,6 +179,8 @@ def _train(group: dist.ProcessGroup, answer: Callable[..., Any], name: str) -> l
                 is_still and not has_gradients
             ),
             "after zero_grad() a weight still has its gradient": any(grad.any() for grad in left),
+            "after zero_grad() the gradients are zeros, and not None: a weight that is not used in "
+            "the next step then moves all the same, by weight decay and by momentum": bool(left),
         }
         refuse(mistakes, f"{name}, step {number + 1}: ")
     return found

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from labcode.models.gpt import loss as gpt_loss
 from labcode.teach.check import Hint
-from labcode.teach.exercises import scripts
+from labcode.teach.exercises import rehearsal, scripts
 from labcode.teach.exercises.expect import refuse
 from labcode.teach.exercises.scripts import distance
 from labcode.teach.labs import l13_script as lab
@@ -87,6 +87,7 @@ def script(main: Callable[..., Any] | str, folder: Path | str = "runs") -> None:
     source = scripts.source_of(main)
     path = Path(folder) / SCRIPT
     scripts.write(path, HEADER, source, FOOTER)
+    rehearsal.tell("on 2 ranks: ", path, rehearsal.rehearse(path, 2, FIRST, torch.float32))
     shutil.rmtree(path.parent / CHECKPOINT, ignore_errors=True)
     in_float32 = _check_training(path)
     _check_resumed(path)

@@ -24,6 +24,8 @@ from labcode.teach.exercises.expect import (
     own_answers,
     plural,
     refuse,
+    sequence,
+    several,
     tensor,
     times,
 )
@@ -560,13 +562,7 @@ def _amaxes(num_ranks: int, count: int) -> Tensor:
 
 
 def _in_one_tensor(found: Any, count: int) -> Tensor:
-    if not isinstance(found, list | tuple | Tensor):
-        raise Hint(f"return a list of {plural(count, 'tensor')}, not {type(found).__name__}")
-    if isinstance(found, Tensor) and found.ndim != 1:
-        raise Hint(
-            f"the result has the shape {list(found.shape)}, expected is one amax for each of "
-            f"{plural(count, 'tensor')}"
-        )
+    sequence(found, f"a list of {plural(count, 'tensor')}")
     if len(found) != count:
         raise Hint(f"{plural(len(found), 'amax')} came back for {plural(count, 'tensor')}")
     return torch.stack([torch.as_tensor(value).float().reshape(()) for value in found])
@@ -593,10 +589,7 @@ def _is_reduced(
             ),
         }
         diagnose(case, results[place], of_ranks.amax(0), mistakes, otherwise, tolerance=ORDER)
-        several = (
-            f"{len(calls)} collectives for {plural(count, 'tensor')}: put all of them into one"
-        )
-        refuse({"no collective was called": not calls, several: len(calls) > 1}, case)
+        refuse({"no collective was called": not calls, **several(calls, count)}, case)
 
 
 # ---- 18.9

@@ -489,12 +489,47 @@ STEP_NAMES = {
 
 def step(answer: Callable[..., Any]) -> None:
     """The learner's `step_s(shape, layout, global_batch, cluster)`."""
-    for what, layout, batch, cluster, hint in STEP_CASES:
+    for what, layout, batch, cluster, hint in (*STEP_CASES, *_all_kinds_of_steps()):
         found = _number("20.5", answer, ONE, layout, batch, cluster)
         parts = lab.step_parts(ONE, layout, batch, cluster)
         truth = sum(parts.values())
         case = f"{what}: {found:.5g} s, expected are {truth:.5g} s: "
-        diagnose(case, found, truth, _left_out(parts, STEP_NAMES), hint, CLOSE_SECONDS)
+        mistakes = _left_out(parts, STEP_NAMES) | _too_much(parts, layout, batch, cluster)
+        diagnose(case, found, truth, mistakes, hint, CLOSE_SECONDS)
+
+
+def _all_kinds_of_steps() -> Iterator[tuple[str, Layout, int, Cluster, str]]:
+    """What the cases above have apart from each other, in all combinations, as STEP_CASES."""
+    hint = "each part alone was right. For which layouts does each of your conditions hold?"
+    for zero in range(4):
+        for dp, pp, tp in itertools.product((1, 8), (1, 4), (1, 2)):
+            for checkpointing, cluster in itertools.product(("none", "full"), (FAST, SLOW)):
+                layout = Layout(dp, pp, tp, zero, checkpointing=checkpointing)
+                speed = "a fast" if cluster is FAST else "a slow"
+                yield f"{layout} over {speed} network", layout, 16 * dp, cluster, hint
+
+
+def _too_much(
+    parts: Mapping[str, float], layout: Layout, batch: int, cluster: Cluster
+) -> dict[str, float]:
+    """As rows of a table: what the sum is with something that is not in it."""
+    total = sum(parts.values())
+    micro_batches = batch // (layout.dp * layout.micro_batch)
+    boxes = micro_batches + layout.pp - 1
+    box_s = (total - parts["dp"]) / boxes
+    act = 2 * layout.micro_batch * ONE.tokens * ONE.hidden
+    message_s = lab.send_s(cluster, layout, act / layout.tp)
+    rows = {f"the step is one box too long: {boxes} boxes are all": total + box_s}
+    if layout.pp == 1:
+        rows["the messages between stages are in it, and there is one stage only"] = (
+            total + 2 * boxes * message_s
+        )
+    if layout.checkpointing == "none":
+        rows[
+            "there are 6 all-reduces in each layer, and without checkpointing there are 4. "
+            '`layout.checkpointing` is a text, and "none" counts as true in an `if`'
+        ] = total + parts["tp"] * boxes / micro_batches / 2
+    return rows
 
 
 # ---- 20.6 the search

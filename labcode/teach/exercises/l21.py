@@ -1,9 +1,10 @@
 """Checks of lesson 21, the capstone."""
 
 import dataclasses
+import itertools
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,8 @@ RULES = {
 
 def broken_rules(answer: Callable[..., Any]) -> None:
     """The learner's `broken_rules(layout, brief)`."""
-    for what, layout, brief in _rule_cases():
+    cases = sorted(_rule_cases(), key=_num_faults)  # one fault alone names its rule
+    for what, layout, brief in (*cases, *_same_faults_elsewhere()):
         case = f"{what}, {layout}: "
         truth = lab.broken_rules(layout, brief)
         found = _asked_of_rules(answer, case, layout, brief, truth)
@@ -139,6 +141,11 @@ def broken_rules(answer: Callable[..., Any]) -> None:
         for name in names:
             mistakes[f"{name!r} is no name of the table: {', '.join(RULES)}"] = name not in RULES
             mistakes[f"you name {name!r} twice"] = names.count(name) > 1
+        some = (
+            f"it breaks {len(truth)} rules, and you name {len(names)} of them: does your function "
+            "go on after the first that is broken?"
+        )
+        mistakes[some] = bool(names) and set(names) < set(truth)
         for name, rule in RULES.items():
             is_missing = name in truth and name not in names
             mistakes[f"this breaks a rule that you miss: {rule}"] = is_missing
@@ -195,6 +202,21 @@ def _rule_cases() -> list[tuple[str, Layout, Brief]]:
         ("three faults at once", Layout(48, 3, 16, 1, 1, "none"), base),
         ("too few ranks, and too full", Layout(8, 1, 1, 0, 1, "none"), base),
     ]
+
+
+def _num_faults(case: tuple[str, Layout, Brief]) -> int:
+    _, layout, brief = case
+    return len(lab.broken_rules(layout, brief))
+
+
+def _same_faults_elsewhere() -> Iterator[tuple[str, Layout, Brief]]:
+    """Each fault once more beside other choices, on which it does not depend."""
+    for what, layout, brief in _rule_cases():
+        if set(lab.broken_rules(layout, brief)) <= {"memory"}:
+            continue
+        for zero, checkpointing in itertools.product((0, 3), ("none", "full")):
+            other = layout._replace(zero=zero, checkpointing=checkpointing)
+            yield f"{what}, with other choices beside it", other, brief
 
 
 def _with_shape(**sizes: int) -> Brief:

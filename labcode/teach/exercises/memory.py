@@ -5,12 +5,17 @@
     made.alive(x, y)      # bytes of each piece of memory that somebody keeps
     made.largest          # elements of the largest tensor that there was
 
+    with KeptForBackward() as kept:
+        loss = answer(x)
+    kept.num_bytes()      # what graphs still hold for a backward
+
 On simulated ranks alone: gloo's own threads may hold the tensors of a call for a while.
 """
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -65,6 +70,42 @@ class Made(TorchDispatchMode):
             if num_bytes > 0 and piece not in known and not piece.expired():
                 found.append(num_bytes)
         return found
+
+
+class _Saved:
+    """A tensor that a graph holds: this object goes when the graph lets go of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
+    """What the graphs that are made while it is active keep for their backward.
+
+    A backward frees it, unless it was called with `retain_graph=True`; so does whoever lets go of
+    the graph's last tensor.
+    """
+
+    def __init__(self) -> None:
+        self._alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        super().__init__(self._pack, _unpack)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        self._alive.add(saved)
+        return saved
+
+    def num_bytes(self) -> int:
+        """What is kept now; a tensor that two operations keep counts twice."""
+        return sum(saved.tensor.nbytes for saved in self._alive)
+
+
+def _unpack(saved: _Saved) -> torch.Tensor:
+    return saved.tensor
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:

@@ -17,9 +17,9 @@ and a loop without an end is known by the number of its steps.
 
 What it does not do: calls that block in C (`time.sleep`, `queue.get`, locks) keep the baton. In a
 learner's own thread calls are written down and send nothing. The ranks share what threads share:
-numpy's generator, `os.environ`, the globals of imported modules. All collectives synchronise, as
-MPI allows; with gloo the root of a broadcast may run ahead. No dispatch mode, such as `counted()`,
-sees the calls; the events have them.
+numpy's generator, `os.environ` (but for what torchrun sets), the globals of imported modules. All
+collectives synchronise, as MPI allows; with gloo the root of a broadcast may run ahead. No dispatch
+mode, such as `counted()`, sees the calls; the events have them.
 """
 
 import contextlib
@@ -34,7 +34,14 @@ from typing import Any
 import torch
 
 from labcode.teach.exercises.simulated import tables
-from labcode.teach.exercises.simulated.baton import MAX_STEPS, Run, here
+from labcode.teach.exercises.simulated.baton import (
+    MAX_STEPS,
+    Run,
+    current,
+    here,
+    launched_by_torchrun,
+    own_state,
+)
 from labcode.teach.exercises.simulated.events import (
     Endless,
     Event,
@@ -44,7 +51,7 @@ from labcode.teach.exercises.simulated.events import (
     Stuck,
 )
 
-__all__ = ["Endless", "Event", "Mismatch", "Outcome", "Place", "Stuck", "here", "simulate"]
+__all__ = ["Endless", "Event", "Mismatch", "Outcome", "Place", "Stuck", "here", "join", "simulate"]
 
 NOBODY: Mapping[Callable[..., Any], str] = MappingProxyType({})
 INTERRUPTED_S = 1.0  # how long a rank that sleeps in C is waited for after Ctrl-C
@@ -56,6 +63,7 @@ def simulate(
     *args: Any,
     ours: Mapping[Callable[..., Any], str] = NOBODY,
     max_steps: int = MAX_STEPS,
+    joined: bool = True,
 ) -> Outcome:
     """Run `fn(rank, *args)` on `size` ranks, one at a time; each has its own copy of everything.
 
@@ -65,16 +73,26 @@ def simulate(
         args: Its arguments after the rank.
         ours: {function that solves the exercise already: what whoever calls it is told}.
         max_steps: How many bytecodes of the learner's code one rank may execute.
+        joined: Whether there is a group of all ranks from the start; else they are as torchrun
+            starts them, and `join()` makes it.
 
     Held by: test_simulated_is_gloo.py::test_it_is_what_gloo_does
     """
     run = Run(size, max_steps, ours)
-    fresh = (torch.Generator().get_state(), random.Random(0).getstate(), torch.float32)
+    plain = own_state()._replace(
+        generator=torch.Generator().get_state(),
+        python_generator=random.Random(0).getstate(),
+        dtype=torch.float32,
+    )
     with tables.installed(), _objects_of_before_put_aside():
         threads = []
         for rank, call in zip(run.ranks, tables.copies(size, fn, args)):
-            join = functools.partial(tables.join_world, rank)
-            thread = threading.Thread(target=run.act, args=(rank, join, call, fresh), daemon=True)
+            first = functools.partial(tables.join_world, rank)
+            fresh = plain
+            if not joined:
+                first = _nothing
+                fresh = plain._replace(launched=launched_by_torchrun(rank.number, size))
+            thread = threading.Thread(target=run.act, args=(rank, first, call, fresh), daemon=True)
             thread.start()
             threads.append(thread)
         run.ranks[0].turn.release()
@@ -87,6 +105,17 @@ def simulate(
                 thread.join(INTERRUPTED_S)
             raise
     return run.outcome()
+
+
+def join() -> None:
+    """Give the simulated rank that runs the group of all, as `init_process_group` does."""
+    rank = current()
+    assert rank is not None
+    tables.join_world(rank)
+
+
+def _nothing() -> None:
+    """What a rank does first that is alone."""
 
 
 @contextlib.contextmanager

@@ -3,13 +3,14 @@
 import contextlib
 import functools
 import inspect
+import os
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import FrameType, MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,27 @@ from labcode.teach.exercises.in_notebook import is_library
 from labcode.teach.exercises.simulated.events import Endless, Event, Outcome, Place
 
 MAX_STEPS = 2_000_000  # bytecodes of the learner's on one rank; they take about 0.2 s
-Own = tuple[torch.Tensor, Any, torch.dtype]  # what each rank has for itself, and a process once
+# What torchrun tells each rank.
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Request = Any  # and Sent: of group.py, which stands on this module
 Sent = Any
 _thread = threading.local()  # .rank, in the thread of a rank
+
+
+class Own(NamedTuple):
+    """What each rank has for itself, and a process once.
+
+    Args:
+        generator: The state of torch's.
+        python_generator: That of `random`.
+        dtype: The default.
+        launched: The environment variables of `LAUNCHED`; None where there is none.
+    """
+
+    generator: torch.Tensor
+    python_generator: Any
+    dtype: torch.dtype
+    launched: tuple[str | None, ...]
 
 
 class Ended(BaseException):
@@ -248,15 +266,26 @@ class Run:
 
 
 def own_state() -> Own:
-    """The generators and the default dtype of whoever runs."""
-    return torch.get_rng_state(), random.getstate(), torch.get_default_dtype()
+    """What whoever runs has for itself."""
+    launched = tuple(os.environ.get(name) for name in LAUNCHED)
+    return Own(torch.get_rng_state(), random.getstate(), torch.get_default_dtype(), launched)
+
+
+def launched_by_torchrun(rank: int, size: int) -> tuple[str, ...]:
+    """The values of `LAUNCHED` on a rank of one node."""
+    return (str(rank), str(rank), str(size), str(size), "localhost", "29500")
 
 
 def set_own_state(own: Own) -> None:
-    """Put the generators and the default dtype of a rank in place."""
-    torch.set_rng_state(own[0])
-    random.setstate(own[1])
-    torch.set_default_dtype(own[2])
+    """Put in place what a rank has for itself."""
+    torch.set_rng_state(own.generator)
+    random.setstate(own.python_generator)
+    torch.set_default_dtype(own.dtype)
+    for name, value in zip(LAUNCHED, own.launched):
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _always() -> bool:

@@ -1,9 +1,10 @@
 """What each collective sends, adds and receives, with gloo's own rules.
 
 The rules have to be copied, or wrong code would pass: which dtypes gloo knows, which shapes the
-parts of all_gather, reduce_scatter and scatter may have, and that a message is contiguous. Two of
-gloo's liberties are refused here, because gloo then gives garbage without a word: a tensor with
-gaps in its memory, and an all_to_all of a tensor without equal parts.
+parts of all_gather, reduce_scatter and scatter may have, and that a message is contiguous. Three of
+gloo's liberties are refused here. In two of them gloo gives garbage without a word: a tensor with
+gaps in its memory, and an all_to_all of a tensor without equal parts. The third, a tensor that is
+dense and not contiguous, NCCL refuses.
 """
 
 import functools
@@ -200,6 +201,16 @@ def check_dense(tensors: Any) -> None:
         needs = (one.storage_offset() + one.numel()) * one.element_size()
         if one.untyped_storage().nbytes() < needs:
             raise ValueError("a tensor has no memory: its storage is too small for it")
+
+
+def check_contiguous(tensors: Any) -> None:
+    """NCCL takes the tensors of a collective only if they are contiguous (or channels-last).
+
+    Source: `check_gpu_single_tensor` of torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
+    """
+    for one in tree_leaves(tensors):
+        if isinstance(one, Tensor) and not one.is_contiguous():
+            raise ValueError("NCCL's words: Tensors must be contiguous. Pass x.contiguous()")
 
 
 def check_dtype(tensors: Any) -> None:

@@ -46,6 +46,7 @@ class Event:
         overlaps: Whether it started with memory that another call of this rank was using, where one
             of the two writes to it.
         in_thread: Whether it was called outside of the rank's own thread; then nothing was sent.
+        requires_grad: Whether the tensor does; who keeps the call's handle keeps its graph.
         value: Of a note.
     """
 
@@ -68,12 +69,19 @@ class Event:
     touched: bool = False
     overlaps: bool = False
     in_thread: bool = False
+    requires_grad: bool = False
     value: Any = None
 
     @property
     def numel(self) -> int:
         """Elements of this rank's tensor."""
         return torch.Size(self.shape).numel()
+
+    @property
+    def caller(self) -> str:
+        """The learner's line, for the end of a hint; in backward it may be autograd that calls."""
+        by = self.where or ("autograd, in backward" if self.block == "backward" else "")
+        return f" ({by})" if by else ""
 
     def __str__(self) -> str:
         details = "" if self.kind == "barrier" else f" of {self.dtype} {list(self.shape)}"
@@ -108,9 +116,7 @@ class Place:
         others = ""
         if self.event.kind not in ("send", "recv") and not finished.issuperset(self.missing):
             others = f" for {_named(self.missing)}"
-        # Autograd may call a function of labcode from the check itself, beside the learner's code.
-        line = f" ({self.event.where})" if self.event.where else ""
-        return f"{self.event}{others}{line}"
+        return f"{self.event}{others}{self.event.caller}"
 
 
 @dataclass

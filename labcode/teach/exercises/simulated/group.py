@@ -242,6 +242,7 @@ class Group(dist.ProcessGroup):
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
             in_thread=threading.get_ident() != rank.ident,
+            requires_grad=tensor.requires_grad,
             **more,
         )
         rank.run.events.append(event)
@@ -338,8 +339,7 @@ def _two(one: Event, other: Event) -> str:
     """Two calls that do not match."""
     said = []
     for event in (one, other):
-        line = f" ({event.where})" if event.where else ""
-        said.append(f"rank {event.rank} calls {event}{line}")
+        said.append(f"rank {event.rank} calls {event}{event.caller}")
     return ", ".join(said)
 
 
@@ -379,6 +379,7 @@ def _as_method(method: Method) -> Callable[..., Request]:
         if sys._getframe(1).f_code.co_name == "_verify_param_shape_across_processes":
             self.waits_in_cpp = True  # DDP asks this of its group when it is made
         collectives.check_dense(args)
+        collectives.check_contiguous(args)
         collectives.check_dtype(args)
         tensors = method.tensors(self.size(), *args)
         if method.kind == "reduce" and opts.rootRank != self.rank():

@@ -1,0 +1,105 @@
+"""A script that is meant for torchrun, played on simulated ranks before real ones are started.
+
+    outcome = rehearse(path, nproc=2)
+    tell("on 2 ranks: ", path, outcome)    # who waits for whom, and in which line of the file
+
+On real ranks a collective that only one of them calls ends after a minute, with the word of gloo or
+of the kernel that killed the process. Here it is known at once. What else goes wrong in the script
+is left to the real ranks, whose tracebacks say it.
+"""
+
+import contextlib
+import functools
+import io
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from labcode.teach.check import Hint
+from labcode.teach.exercises.expect import settle
+from labcode.teach.exercises.simulated import Endless, Mismatch, Outcome, here, join, simulate
+
+JOINED = "joined"  # a note of the rank that calls init_process_group
+
+
+def rehearse(path: Path, nproc: int, *args: Any, **names: Any) -> Outcome:
+    """Call `main(folder, *args)` of a file on simulated ranks, in a folder of their own.
+
+    Args:
+        path: The file.
+        nproc: How many ranks.
+        args: What `main` takes after the folder.
+        names: What the file finds under these names in place of what it imports.
+
+    Held by: tests/unit/test_rehearsal.py
+    """
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        source = path.read_text()
+        file = str(path.resolve())
+        stack.enter_context(contextlib.chdir(folder))
+        # simulated ranks are on the CPU
+        stack.enter_context(mock.patch.object(torch.cuda, "is_available", _no))
+        stack.enter_context(_joined_by_the_script())
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        return simulate(nproc, _play, source, file, args, names, joined=False)
+
+
+def tell(case: str, path: Path, outcome: Outcome) -> None:
+    """Who waits for whom, and that nobody has joined.
+
+    Args:
+        case: What a hint begins with.
+        path: The file.
+        outcome: Of its rehearsal.
+
+    Raises:
+        Hint: One of the two.
+    """
+    first = outcome.errors.get(min(outcome.errors, default=0))
+    if first is not None and not isinstance(first, (Mismatch, Endless)):
+        return
+    if not first and not any(one.kind == JOINED for one in outcome.events):
+        raise Hint(
+            f"{case}no rank joins the others: without dist.init_process_group() each of them "
+            "trains for itself, as if it were alone"
+        )
+    try:
+        settle(outcome, f"{case}(lines are those of {path.name}) ")
+    except Hint as hint:
+        text = f"{hint}. Is one of these calls inside an `if rank == 0`?"
+        raise Hint(text if outcome.stuck or isinstance(first, Mismatch) else str(hint)) from None
+
+
+def _play(rank: int, source: str, file: str, args: tuple, names: dict[str, Any]) -> None:
+    """What torchrun starts on a rank; `run_file` seeds the ranks in the same way."""
+    torch.manual_seed(rank)
+    script: dict[str, Any] = {"__name__": "rehearsal", "__file__": file}
+    exec(compile(source, file, "exec"), script)
+    script.update(names)
+    script["main"](Path("."), *args)
+
+
+@contextlib.contextmanager
+def _joined_by_the_script() -> Iterator[None]:
+    """A simulated rank is alone until it calls `init_process_group`."""
+    plain = dist.init_process_group
+    with mock.patch.object(dist, "init_process_group", functools.partial(_join, plain)):
+        yield
+
+
+def _join(plain: Callable[..., None], *args: Any, **options: Any) -> None:
+    if dist.is_initialized():
+        plain(*args, **options)  # which refuses a second one
+    here().note(JOINED)
+    join()
+
+
+def _no() -> bool:
+    return False
