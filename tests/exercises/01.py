@@ -305,6 +305,10 @@ REDUCE_SCATTER = Answers(
             ),
             "does your loop end?",
         ),
+        "a table of steps": (
+            changed("range(p - 1) => (0, 1, 2)[: p - 1]"),
+            "with ranks 0-3 it is right; in the group of ranks 0-5:",
+        ),
     },
 )
 

@@ -27,8 +27,9 @@ from labcode.units import ranks_text
 TOLERANCE = 1e-9
 REAL_ROUNDING = 1e-5  # float32, added in another order
 RULE = "every rank that a call needs has to make it"
-# All ranks, and three of them in which a rank of the group is not the rank of the world.
-GROUPS = ((0, 1, 2, 3), (1, 2, 3))
+# All ranks; more than a text names, so that nobody can list what each of them does; and three in
+# which a rank of the group is not the rank of the world.
+GROUPS = ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5), (1, 2, 3))
 STILL_THE_WORLD = (
     "What in your code still speaks of all of them: a call without the group, a rank of the world, "
     "a fixed number?"
@@ -253,7 +254,7 @@ def in_groups(
     groups: Sequence[Sequence[int]] = GROUPS,
     **options: Any,
 ) -> Outcome:
-    """Run `work(group, *args)` on all simulated ranks, and then on some of them.
+    """Run `work(group, *args)` on all simulated ranks, then on more, and then on some of them.
 
     Args:
         work: Called on the ranks of a group; it may raise hints, which need to name no rank.
@@ -268,7 +269,8 @@ def in_groups(
     """
     outcome = None
     for number, members in enumerate(groups):
-        outcome = simulate(4, _on_members, members, work, args, **options)
+        size = max(4, len(members))
+        outcome = simulate(size, _on_members, members, work, args, **options)
         try:
             settle(outcome)
             if judge is not None:

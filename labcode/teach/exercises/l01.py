@@ -14,6 +14,7 @@ from labcode.comm import ring
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import Exercise
 from labcode.teach.exercises.expect import (
+    GROUPS,
     careless,
     confirm,
     confirm_in_group,
@@ -388,7 +389,7 @@ def _mean(group: dist.ProcessGroup, mean_loss: Callable[..., Any], losses: Seque
 def mended(mean_loss: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `mean_loss(loss, group)`: the mean on the group's number 0, None elsewhere."""
     # others each time, in eighths, so that the sum is exact and nobody can know it beforehand
-    losses = [random.randrange(8, 400) / 8 for _ in range(4)]
+    losses = [random.randrange(8, 400) / 8 for _ in range(max(map(len, GROUPS)))]
     outcome = in_groups(_mean, mean_loss, losses, judge=partial(_is_mean, losses=losses))
     return confirm_in_group(ranks, outcome, _mean, mean_loss, losses)
 

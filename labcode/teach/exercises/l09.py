@@ -350,12 +350,14 @@ def _has_part(
     found = params[name]
     own = parts[number]
     others = [other for other, part in enumerate(parts) if torch.equal(found, part)]
-    whose = f"the part of number {others[0]}" if others else f"no part of the whole {name}"
+    whose = f"what is no rank's part of the whole {name}"
+    if others:
+        whose = f"the part of number {others[0]}, not its own part"
     mistakes = {
         f"{name} is {list(found.shape)}, expected is {list(own.shape)}: {about}": (
             found.shape != own.shape
         ),
-        f"{name} holds {whose}, not its own part": number not in others,
+        f"{name} holds {whose}": number not in others,
         f"{name} is a view of the whole tensor, whose memory cannot be freed: it needs a copy": (
             found.untyped_storage().nbytes() > found.nbytes
         ),

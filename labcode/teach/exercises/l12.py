@@ -834,6 +834,8 @@ EXERCISES = {
             "In B a rank in the middle receives the gradient of its y. Where does autograd leave "
             "the gradient of x, which the rank before waits for?",
             "The loss of a step is the mean over m micro-batches. Which rank can see to that?",
+            "The handle of a message keeps what was sent, until the end. What hangs on y besides "
+            "its numbers, and which tensor has the numbers alone?",
         ),
     ),
     "12.3": Exercise(
