@@ -36,9 +36,6 @@ COLLECTIVES = {
         "x = torch.tensor([True, rank > 0]); dist.all_reduce(x, op=dist.ReduceOp.MIN); return x"
     ),
     "all_reduce of one number": "x = torch.tensor(1.0 + rank); dist.all_reduce(x); return x",
-    "all_reduce of a transposed": (
-        "x = (torch.arange(6.0) + rank).view(2, 3).t(); dist.all_reduce(x); return x"
-    ),
     "all_reduce, waited for": (
         "x = torch.ones(2) * rank; work = dist.all_reduce(x, async_op=True); work.wait(); return x"
     ),

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from labcode.teach.check import Hint
 from labcode.teach.exercises import expect
+from labcode.teach.exercises.memory import KeptForBackward
 from labcode.teach.exercises.simulated import Endless, Mismatch, Stuck, here, simulate
 
 # ---- what goes wrong
@@ -55,7 +56,7 @@ def waits_again_in_finally(rank):
 
 
 STUCK = {
-    alone: "rank 0 waits in all_reduce of float32 [2] (alone, line 22), ranks 1-3 have finished",
+    alone: "rank 0 waits in all_reduce of float32 [2] (alone, line 23), ranks 1-3 have finished",
     crossed: "rank 1 waits in all_reduce of float32 [1] for rank 0",
     both_receive_first: "rank 0 waits in recv of float32 [1] from rank 1",
     both_send_first: "rank 1 waits in send of float32 [1] to rank 0",
@@ -445,6 +446,63 @@ def all_of_the_group(results, outcome, members):
     for place, found in enumerate(results):
         if found.item() != len(members):
             raise Hint(f"on rank {members[place]}: {found.item():g}")
+
+
+def counts_to_four(group):
+    x = torch.ones(1)
+    if group.rank() < 4:
+        x *= group.size()
+    return x
+
+
+def test_a_fault_that_only_more_ranks_show_is_found():
+    with pytest.raises(Hint) as caught:
+        expect.in_groups(counts_to_four, judge=all_of_the_group)
+    assert "in the group of ranks 0-5: on the rank with number 4" in str(caught.value)
+
+
+def test_what_is_wrong_with_any_tensor_is_told_where_the_table_has_nothing():
+    truth = torch.arange(1.0, 9.0, dtype=torch.float64)
+    cases = {
+        "x is off (it is zero everywhere)": torch.zeros_like(truth),
+        "x is right to 2e-08 only: where do the numbers cease to be float64?": truth + 1e-7,
+    }
+    for hint, found in cases.items():
+        with pytest.raises(Hint) as caught:
+            expect.diagnose("x is ", found, truth, {}, "off")
+        assert str(caught.value) == hint
+
+
+def test_a_list_is_neither_a_tensor_nor_an_array():
+    expect.sequence((1, 2), "a list")
+    with pytest.raises(Hint, match="return a list of two, not a Tensor"):
+        expect.sequence(torch.ones(2), "a list of two")
+
+
+@pytest.mark.parametrize("layout", [torch.t, expect.with_gaps])
+def test_a_collective_of_a_tensor_that_is_not_contiguous_is_refused_as_by_nccl(layout):
+    x = torch.arange(6.0).view(2, 3)
+    assert torch.equal(expect.with_gaps(x), x)
+    outcome = simulate(2, sends_as, layout, x)
+    assert "contiguous" in str(outcome.errors[0])
+    assert not simulate(2, sends_as, torch.clone, x).errors
+
+
+def sends_as(rank, layout, x):
+    x = layout(x)
+    dist.all_gather([torch.empty_like(x) for _ in range(2)], x)
+
+
+@pytest.mark.parametrize("retains", [False, True])
+def test_what_graphs_keep_for_a_backward_is_known(retains):
+    weight = torch.ones(5, requires_grad=True)
+    with KeptForBackward() as kept:
+        loss = weight.square().sum()
+        assert kept.num_bytes() == 20
+        loss.backward(retain_graph=retains)
+        assert kept.num_bytes() == (20 if retains else 0)
+        del loss
+        assert kept.num_bytes() == 0
 
 
 def test_a_fault_that_only_a_part_of_the_ranks_shows_is_told_as_one():
