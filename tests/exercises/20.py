@@ -214,6 +214,10 @@ MEMORY = Answers(
         "no second forward": (changed("again = whole - kept => again = 0.0"), "computed again"),
         "in GiB": (changed(f"states + {FULLER} => (states + {FULLER}) / 2**30"), "are these bytes"),
         "labcode's own": (lab.memory, "labcode's own answer"),
+        "nothing is computed again on the first stage": (
+            changed("under_way * kept + again => under_way * kept"),
+            "full checkpointing in four stages, few words",
+        ),
     },
 )
 
@@ -417,6 +421,10 @@ STEP = Answers(
         "checkpointing as a truth": (
             changed('if checkpointing == "full" => if checkpointing'),
             'is a text, and "none" counts as true',
+        ),
+        "messages from three stages on": (
+            changed("if pp > 1: => if pp > 2:"),
+            "pp=2, tp=1, zero=0",
         ),
     },
 )

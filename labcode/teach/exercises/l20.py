@@ -288,6 +288,13 @@ MEMORY_CASES = (
         "moment, its input once; that or the logits, whichever is more",
     ),
     (
+        "full checkpointing in four stages, few words",
+        FEW_WORDS,
+        Layout(pp=4, micro_batch=8, checkpointing="full"),
+        128,
+        "on the first stage a layer is computed again as well, beside all that is under way",
+    ),
+    (
         "all together",
         ONE,
         Layout(dp=2, pp=4, tp=2, zero=1, micro_batch=2, checkpointing="full"),
@@ -502,7 +509,7 @@ def _all_kinds_of_steps() -> Iterator[tuple[str, Layout, int, Cluster, str]]:
     """What the cases above have apart from each other, in all combinations, as STEP_CASES."""
     hint = "each part alone was right. For which layouts does each of your conditions hold?"
     for zero in range(4):
-        for dp, pp, tp in itertools.product((1, 8), (1, 4), (1, 2)):
+        for dp, pp, tp in itertools.product((1, 8), (1, 2, 4), (1, 2)):
             for checkpointing, cluster in itertools.product(("none", "full"), (FAST, SLOW)):
                 layout = Layout(dp, pp, tp, zero, checkpointing=checkpointing)
                 speed = "a fast" if cluster is FAST else "a slow"
