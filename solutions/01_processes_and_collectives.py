@@ -636,8 +636,8 @@ for number, num_ranks in enumerate(after_round, 1):
 # 1. Afterwards every rank holds the root's tensor, in `x` itself, for any root.
 # 2. No collective is used, and each rank but the root receives the tensor exactly once.
 # 3. It takes as few rounds as possible: 2 for three or four ranks.
-# 4. It works for a group of any size. Besides three and four ranks, the check plays it for five and for eight, and
-#    looks at who would send to whom.
+# 4. It works for a group of any size. Besides three and four ranks, the check plays it for more, also for more than
+#    eight, and looks at who would send to whom.
 #
 # There is more than one way. If you get stuck, write it for root 0 and four ranks first. Then ask yourself what each
 # rank's place would be if the ranks were counted from the root.

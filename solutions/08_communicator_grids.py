@@ -186,7 +186,8 @@ print("along dp and cp:", four_axes.groups("dp", "cp"))
 # This function is the heart of every framework for large models; Megatron-LM calls it its rank generator. `order` and
 # `sizes` are those of exercise 8.1; you may call your `my_coords` or divide once more. `axes` is a tuple with any
 # number of axes: `("tp",)`, `("dp", "cp")`, or even `()`, whose groups are single ranks. Return a list of groups, each
-# of them a list of ranks that ascend. The order of the groups is up to you.
+# of them a list of ranks that ascend. The order of the groups is up to you. As in exercise 8.1, `GridShape` is not to be
+# called: it has the answer.
 
 # %% tags=["exercise"]
 def my_groups(sizes, order, axes):

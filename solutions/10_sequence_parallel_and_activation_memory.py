@@ -455,10 +455,10 @@ plot.around_a_layer(caption="10.around_a_layer")
 #   receives is written into `own`.
 #
 # NCCL, which runs on GPUs, wants contiguous tensors. Gloo, which runs here, copies others silently. So call
-# `.contiguous()` on x before you make tensors like it, and on what you have cut out; the check looks for it. `backward`
-# returns one gradient for each argument of `forward` but `ctx`; that of `group` is `None`. Write the two functions
-# first, and use each of them twice. What `forward` stores in `ctx`, such as `ctx.group`, `backward` finds there. About
-# 15 lines in all.
+# `.contiguous()` on x before you make tensors like it, and on what you have cut out; the check looks for it, and hands
+# in slices as well, both to `forward` and to `backward`. `backward` returns one gradient for each argument of `forward`
+# but `ctx`; that of `group` is `None`. Write the two functions first, and use each of them twice. What `forward` stores
+# in `ctx`, such as `ctx.group`, `backward` finds there. About 15 lines in all.
 
 # %% tags=["exercise"]
 import torch.distributed as dist

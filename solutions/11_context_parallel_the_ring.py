@@ -255,7 +255,8 @@ compare("parts for rank 2", parts_looked_at, looked_at, within=1, found="simulat
 # which changes its first two arguments and returns nothing.
 #
 # The check compares with one process in float64. It also looks at the messages. Every message is waited for; a rank
-# sends p - 1 parts, all to one neighbour; at most two received parts are in memory. About 20 lines.
+# sends p - 1 parts, all to one neighbour; while something is computed, at most two received parts are in memory. A part
+# that is on its way counts, and a slice or a chunk of a part keeps all of it. About 20 lines.
 
 # %% tags=["exercise", "by-hand"]
 from labcode.teach.labs.l11_by_hand import attend

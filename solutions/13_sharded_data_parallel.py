@@ -236,8 +236,8 @@ check("13.1", own_rows, ranks)
 #
 # Write the class. `params` may be what `model.parameters()` gives, which one can go through only once. The gradients in
 # `param.grad` are averaged already. A weight that is frozen or was not used has `None` there; such a weight stays as it
-# is in this step. `make` makes an ordinary optimizer of a list of tensors, as in
-# `make = lambda tensors: torch.optim.AdamW(tensors, lr=0.01)`; call it once.
+# is in this step. So `zero_grad` leaves `None`, as PyTorch's own does, and no zeros. `make` makes an ordinary optimizer
+# of a list of tensors, as in `make = lambda tensors: torch.optim.AdamW(tensors, lr=0.01)`; call it once.
 #
 # - An optimizer updates the tensors that it was given, from their `.grad`. So your rows need a `.grad` too.
 # - `nn.Parameter(view)` is a parameter in the memory of the view; take the view of `param.detach()`.
@@ -422,7 +422,8 @@ compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
 # ### Exercise 13.3 · The average of my rows
 #
 # Write a function that is called after backward. It leaves in `rows[i].grad` the average over the group of this rank's
-# rows of `params[i].grad` (what stood there before is replaced), and `None` in `params[i].grad`. Do it with **one**
+# rows of `params[i].grad` (what stood there before is replaced), and `None` in `params[i].grad`. Here every weight has
+# a gradient. Do it with **one**
 # reduce-scatter for all weights: `dist.reduce_scatter(own, parts, group=group)` takes a list of p tensors of equal
 # size; tensor j goes to rank j. It writes into `own` the sum of what this rank receives.
 #

@@ -685,7 +685,7 @@ compare("begins, in its own box", place_in_own_box, (row, column), found="counte
 #
 # Write the loader. `box` is what this rank needs, and `written` lists what lies on the disk, as pairs of a box and a
 # function `read()` that reads its tensor. Reading is expensive: read what you need, once, and nothing else. And memory
-# is short: what you return is no view of a larger tensor.
+# is short: what you return is no view of a larger tensor. All numbers are float32.
 #
 # The check goes through rows, columns, tiles, tensors of one and three dims, and sizes that do not divide.
 # `tensor[slice(1, 3), slice(0, 2)]` is `tensor[1:3, 0:2]`, and a tuple of slices works as an index too.

@@ -1188,8 +1188,8 @@ compare("all-reduces, current", all_reduces_of_current_scaling, current_calls, w
 # ### Exercise 18.8 · The amaxes of a group
 #
 # `amaxes` is a list of tensors without dims, those of this rank. Return a list of the largest over the group, in the
-# same order. There may be hundreds of them, so use **one** collective. The given tensors stay as they are. 3 to 5
-# lines.
+# same order. There may be hundreds of them, so use **one** collective of tensors. (A function that sends Python objects,
+# such as `all_gather_object`, makes two: it sends their size first.) The given tensors stay as they are. 3 to 5 lines.
 
 # %% tags=["exercise"]
 def reduce_amaxes(amaxes, group):

@@ -466,14 +466,17 @@ plot.step_anatomy(stages=4, micro_batches=8, caption="20.anatomy")
 # %% [markdown] tags=["exercise"]
 # ### Exercise 20.5 · The time of a step
 #
-# Return the seconds of a step. `lab.flops` is a finished version of yours, and so is `lab.parameters`.
+# Return the seconds of a step. `lab.flops` is a finished version of yours, and so is `lab.parameters`. Attention counts
+# as a whole square here, so leave `causal` as it is. `layout.checkpointing` is a text, `"none"` or `"full"`.
 #
 # 1. Products of a micro-batch on a stage: its FLOPs / (tp · pp) / `cluster.flops_per_s`.
-# 2. tp: in each layer of the stage 4 all-reduces (6 with checkpointing) of 2 · b · s · h bytes;
+# 2. tp: in each layer of the stage 4 all-reduces (6 with `"full"`) of 2 · b · s · h bytes;
 #    `lab.all_reduce_s(cluster, ranks, stride, num_bytes)` is their time, 0 for one rank. tp's ranks are neighbours.
 # 3. dp: an all-reduce of the rank's gradients, 2 bytes for each of parameters / (tp · pp). The ranks of dp are tp apart.
-#    The last backward can hide it, as said above. ZeRO-1 and 2 send as much, and can hide the first half of it. ZeRO-3
-#    does what was said above, in each micro-batch.
+#    The products of the last backward can hide it: at most two thirds of those of a micro-batch, and not tp's
+#    all-reduces. ZeRO-1 and 2 send as much, and can hide the first half of it. ZeRO-3 sends 1.5 times as much in each
+#    micro-batch instead, and behind the products and tp's all-reduces of that micro-batch it hides as much as they take;
+#    not behind the messages of pp. What is hidden costs 15 % of its time.
 # 4. pp: if there is a pipeline, two messages in each box, of 2 · b · s · h / tp bytes;
 #    `lab.send_s(cluster, layout, num_bytes)` is the time of one.
 # 5. m + pp - 1 boxes.
