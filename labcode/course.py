@@ -47,16 +47,16 @@ WAYS: dict[str, Way] = {
     ),
     "ddp": Way(
         "A DDP script of my own",
-        {"00": (1, 3, 5), "01": (1, 2), "04": (1, 2, 4, 5, 7, 8)},
+        {"00": (1, 2, 5), "01": (1, 2), "04": (1, 2, 4, 5, 7, 8)},
     ),
     "clinic": Way(
         "DDP understood: overlap, hooks, and what goes wrong",
-        {"00": (1, 3, 5), "01": (1, 2, 6, 7), "04": (), "05": (1, 2, 3, 5, 6), "07": ()},
+        {"00": (1, 2, 5), "01": (1, 2, 6, 7), "04": (), "05": (1, 2, 3, 5, 6), "07": ()},
     ),
     "megatron": Way(
         "Tensor and pipeline parallelism, as Megatron-LM has them",
         {
-            "00": (1, 3),
+            "00": (1, 2),
             "01": (1, 2, 3, 4, 6),
             "04": (1, 4),
             "08": (1, 2, 3, 5),
@@ -68,7 +68,7 @@ WAYS: dict[str, Way] = {
     "fsdp": Way(
         "FSDP: what it shards and sends, and a script of my own",
         {
-            "00": (1, 3),
+            "00": (1, 2),
             "01": (1, 2, 3, 4, 6),
             "04": (1, 4, 6, 7),
             "05": (1, 2, 3, 4),
@@ -79,7 +79,7 @@ WAYS: dict[str, Way] = {
     "slurm": Way(
         "SLURM: jobs that start, last and come back",
         {
-            "00": (1, 3, 5),
+            "00": (1, 2, 5),
             "01": (1, 2, 8),
             "04": (1, 7),
             "14": (1, 2, 3, 5, 6),
@@ -89,7 +89,7 @@ WAYS: dict[str, Way] = {
     "memory": Way(
         "My model does not fit",
         {
-            "00": (1, 3),
+            "00": (1, 2),
             "01": (1, 2),
             "04": (1, 6),
             "09": (1, 2),
@@ -98,11 +98,11 @@ WAYS: dict[str, Way] = {
             "16": (),
         },
     ),
-    "fast": Way("One GPU, faster", {"00": (1, 2), "02": (), "03": (), "03b": ()}),
+    "fast": Way("One GPU, faster", {"00": (1, 3), "02": (), "03": (), "03b": ()}),
     "ring": Way(
         "Long sequences: the ring",
         {
-            "00": (1, 3),
+            "00": (1, 2),
             "01": (1, 2, 3, 4, 6),
             "09": (1, 2, 3),
             "10": (1, 2),
@@ -112,7 +112,7 @@ WAYS: dict[str, Way] = {
     "bits": Way(
         "16, 8 and 4 bits",
         {
-            "00": (1, 2),
+            "00": (1, 3),
             "02": (1,),
             "03": (1,),
             "03b": (4,),
@@ -123,7 +123,7 @@ WAYS: dict[str, Way] = {
     "plan": Way(
         "A large training run, planned before it is paid for",
         {
-            "00": (1, 3),
+            "00": (1, 2),
             "01": (1, 2, 3, 8),
             "04": (1, 4),
             "05": (2,),

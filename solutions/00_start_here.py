@@ -14,21 +14,21 @@
 # # 00 · Start here
 #
 # This course trains neural networks on many processors at once, and every lab runs for real on the machine in front of
-# you. This first lesson shows how a lesson works, what your machine can do, how to start four processes that talk to
-# each other, and how to train a small GPT on two of them.
+# you. This first lesson shows how a lesson works, how to start four processes that talk to each other, what your machine
+# can do, and how to train a small GPT on two of the processes.
 #
 # ## Goals
 #
 # - know how predictions, checks and hints work;
-# - know what this machine offers, in FLOP/s, and what training a large model would take;
 # - start four **ranks** and make them talk;
+# - know what this machine offers, in FLOP/s, and what training a large model would take;
 # - know why four ranks are not four times faster here, and how much faster they are;
 # - launch a training run the way a cluster does, and read its curve and its errors.
 #
-# **Time**: 55 minutes. A good place for a break is after section 3. **Needs**: PyTorch on one device;
+# **Time**: 58 minutes. A good place for a break is after section 2. **Needs**: PyTorch on one device;
 # nothing about distributed training.
 #
-# The next cell belongs to all sections: run it wherever you begin. It also starts four processes, which section 3
+# The next cell belongs to all sections: run it wherever you begin. It also starts four processes, which section 2
 # explains. That takes some seconds.
 
 # %%
@@ -77,6 +77,11 @@ compare("cores of this machine", cores_guess, logical_cores, within=2, found="co
 # lesson. You cannot break anything: run a cell as often as you like, and go on without an exercise if you want to. If
 # you have no answer to a question, leave the three dots, but run their cell: later cells use its names.
 #
+# > **Measured times.** Your machine does other things as well, so two measurements of one thing differ, by a tenth or
+# > more when it is busy. Every comparison of times says how far it lets them differ. Where one says "NOT within" and the
+# > machine was busy, run its cell again. Numbers of bytes, messages and FLOPs are exact everywhere.
+
+# %% [markdown]
 # What you have done is kept. This picture counts the exercises that have passed, in this lesson and in all. To see it
 # again, run the cell again, or type `python -m labcode` in a terminal.
 
@@ -84,141 +89,7 @@ compare("cores of this machine", cores_guess, logical_cores, within=2, found="co
 plot.progress()
 
 # %% [markdown]
-# ## 2. What does this machine have? (core, 9 min)
-#
-# Training is mostly matrix multiplication, so we measure a machine by the number of floating-point operations that it
-# does in a second, **FLOP/s**. Two things set it on a CPU: how many cores there are, and how much one core does in a
-# clock cycle.
-
-# %%
-memory_bytes = psutil.virtual_memory().total
-gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-gpu_names = ", ".join(gpus) or "none"
-print(f"{cores} cores, which the operating system counts as {logical_cores}")
-print(f"{memory_bytes / 2**30:.0f} GiB of memory, GPUs: {gpu_names}")
-
-# %% [markdown]
-# How much a core does in a cycle depends on its kind and on its instructions. PyTorch says which ones it uses here:
-
-# %%
-processor = hardware.cpu_name()
-instructions = torch.backends.cpu.get_cpu_capability()
-print("processor:", processor)
-print("instructions:", instructions)
-
-# %% [markdown]
-# A core with AVX2 instructions has two units, and each of them multiplies and adds 8 numbers of 32 bits in every cycle.
-# That makes 2 · 8 · 2 = 32 floating-point operations per cycle. With AVX512 a unit takes up to 16 numbers at once:
-#
-# | instructions | processor | operations of a core in one cycle |
-# |---|---|---:|
-# | AVX2 | nearly all PCs since 2015 | 32 |
-# | AVX512, two units of 16 numbers | most of Intel's Xeon; AMD's Zen 5 (EPYC 9005, Ryzen 9000) | 64 |
-# | AVX512, otherwise | such as AMD's Zen 4, which puts each instruction through units of 8 | 32 |
-# | none of these, on Apple's M series | four units of 4 numbers | 32 |
-#
-# Where the name of your processor tells you no more, take 32. Most processors run at roughly 3 billion cycles per
-# second. The comparison accepts a factor of 2, because a clock can be anything from 2 to 5 GHz, and because a matrix
-# product does not reach the whole peak. (On Apple's processors PyTorch multiplies on a matrix unit beside the cores,
-# for which none of this holds. There, leave the three dots.)
-#
-# **Predict.** How many FLOP/s do all cores of this machine reach together? (Write the plain number: one GFLOP/s is
-# 1e9.)
-
-# %% tags=["predict"]
-peak_guess = cores * 3e9 * 32
-if instructions == "AVX512" and "Xeon" in processor:
-    peak_guess = cores * 3e9 * 64
-
-# %% [markdown]
-# Now measure. Multiplying two n × n matrices takes n multiplications and n additions for each of the n² results. That
-# is **2 n³ FLOPs**. The first product starts the threads, so we leave it out. Of the others we take the median, because
-# other programs disturb this machine as well.
-
-# %%
-def matmul_flops_per_s(n=1024, repeats=9):
-    a = torch.randn(n, n)
-    b = torch.randn(n, n)
-    a @ b
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        a @ b
-        times.append(time.perf_counter() - start)
-    median = sorted(times)[repeats // 2]
-    return 2 * n**3 / median
-
-measured_flops = matmul_flops_per_s()
-compare("matrix product", peak_guess, measured_flops, within=2, unit="FLOP/s")
-
-# %% [markdown]
-# If prediction and measurement lie within a factor of two, the model of the machine is good enough for what follows. If
-# they do not, that need not be your mistake. Your cores may be of another kind, other programs may have been busy, or
-# the machine hides something: what a cloud sells as a core is often one of the two threads of a core, which share its
-# units. Go on with the measured number.
-#
-# A datasheet gives the same number for a GPU. `labcode.hardware` keeps a short table of such peaks, each with its
-# source. They hold for numbers of 16 bits (bfloat16), in which large models are trained; the measurement above used 32
-# bits, PyTorch's default.
-
-# %% tags=["figure"]
-a100 = hardware.find("NVIDIA A100-SXM4-80GB")
-h100 = hardware.find("NVIDIA H100 80GB HBM3")
-rates = {
-    "this CPU": measured_flops,
-    "A100": a100.peak_flops_per_s["bfloat16"],
-    "H100": h100.peak_flops_per_s["bfloat16"],
-}
-such_cpus = round(rates["H100"] / measured_flops, -3)
-plot.bars(rates, cpus=f"{such_cpus:,.0f}", caption="00.peaks")
-
-# %% [markdown]
-# Training GPT-3 took 3.14e23 FLOPs (Brown et al. 2020, table D.1). How long would one machine need, and how long
-# would 1024 GPUs? For the CPU we take all that we have measured. For a GPU we take 40 % of the datasheet's peak,
-# which is what a good training run reaches (Grattafiori et al. 2024 report 38 to 43 %, on up to 16,384 of them).
-
-# %%
-gpt3_flops = 3.14e23
-day_s = 24 * 3600
-h100_flops = 0.4 * h100.peak_flops_per_s["bfloat16"]
-machines = {
-    "this CPU": measured_flops,
-    "1 H100": h100_flops,
-    "1024 H100": 1024 * h100_flops,
-}
-for name, flops_per_s in machines.items():
-    days = gpt3_flops / flops_per_s / day_s
-    print(f"{name:10} {days:14,.1f} days = {days / 365:10,.2f} years")
-
-# %% [markdown]
-# Time is one reason for many devices, memory is the other. While a model is trained, each of its parameters takes about
-# 16 bytes: the parameter itself, its gradient, and what the optimizer keeps for it (Rajbhandari et al. 2020; lesson 04,
-# section 6, counts them). GPT-3 has 175 billion parameters (Brown et al. 2020).
-
-# %% tags=["nbval-check-output"]
-gpt3_bytes = 175e9 * 16
-gpt3_tb = gpt3_bytes / 1e12
-h100_gb = h100.memory_bytes / 1e9
-num_h100 = gpt3_bytes / h100.memory_bytes
-print(f"GPT-3 needs {gpt3_tb:.1f} TB, and an H100 has {h100_gb:.0f} GB:")
-print(f"{num_h100:.0f} of them hold it, before they compute anything")
-
-# %% [markdown]
-# One GPU would need 25 years for the computation, and could not even hold the model. With 1024 of them it takes about
-# nine days, **if** they lose no time waiting for one another. This "if" is what the course is about: how to divide a
-# model and its data over devices, what they must then tell each other, what that costs, and how to predict it before
-# the cluster's bill arrives.
-#
-# **Takeaway: a large model is trained on many devices because it does not fit on one, and because one would take
-# decades.**
-
-# %% [markdown] tags=["solution-only"]
-# *For the instructor.* On virtual machines the measured FLOP/s can be half or a third of a right prediction, because
-# what is sold as a core is a hyper-thread: say so before somebody looks for a mistake. Ask the room: which of the two
-# reasons, time or memory, would remain if GPUs became a thousand times faster?
-
-# %% [markdown]
-# ## 3. Your first four ranks (core, 18 min)
+# ## 2. Your first four ranks (core, 18 min)
 #
 # A **rank** is one process of a job, with a number from 0 up. Each has its own memory, its own Python, and on a cluster
 # its own GPU. `ranks = Ranks(4)` in the first cell of this notebook has started four of them on this machine and
@@ -356,6 +227,167 @@ check("0.2", mean_over_ranks, ranks)
 # One call is faster: lesson 01, section 6, says why.)
 
 # %% [markdown]
+# ## 3. What does this machine have? (core, 12 min)
+#
+# Training is mostly matrix multiplication, so we measure a machine by the number of floating-point operations that it
+# does in a second, **FLOP/s**. Two things set it on a CPU: how many cores there are, and how much one core does in a
+# clock cycle.
+
+# %%
+memory_bytes = psutil.virtual_memory().total
+gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+gpu_names = ", ".join(gpus) or "none"
+print(f"{cores} cores, which the operating system counts as {logical_cores}")
+print(f"{memory_bytes / 2**30:.0f} GiB of memory, GPUs: {gpu_names}")
+
+# %% [markdown]
+# How much a core does in a cycle depends on its kind and on its instructions. PyTorch says which ones it uses here:
+
+# %%
+processor = hardware.cpu_name()
+instructions = torch.backends.cpu.get_cpu_capability()
+print("processor:", processor)
+print("instructions:", instructions)
+
+# %% [markdown]
+# A core of a PC does 32 floating-point operations in a cycle with AVX2 instructions, and 64 with AVX512 on most of
+# Intel's Xeon and on AMD's Zen 5 (EPYC 9005, Ryzen 9000). If in doubt, take 32. Most processors run at roughly 3 billion
+# cycles per second. The comparison accepts a factor of 2, because a clock can be anything from 2 to 5 GHz, and because a
+# matrix product does not reach the whole peak.
+#
+# <details><summary>Where do 32 and 64 come from, and what about Apple?</summary>
+#
+# With AVX2 a core has two units, and each of them multiplies and adds 8 numbers of 32 bits in every cycle: 2 · 8 · 2 =
+# 32. With AVX512 a unit takes 16 numbers. AMD's Zen 4 knows these instructions and puts each through units of 8, so it
+# stays at 32. A core of Apple's M series has four units of 4 numbers, 32 as well; but there PyTorch multiplies on a
+# matrix unit beside the cores, for which none of this holds, so leave the three dots.
+# </details>
+#
+# **Predict.** How many FLOP/s do all cores of this machine reach together? (Write the plain number: one GFLOP/s is
+# 1e9.)
+
+# %% tags=["predict"]
+peak_guess = cores * 3e9 * 32
+if instructions == "AVX512" and "Xeon" in processor:
+    peak_guess = cores * 3e9 * 64
+
+# %% [markdown]
+# Now measure. Multiplying two n × n matrices takes n multiplications and n additions for each of the n² results. That
+# is **2 n³ FLOPs**. The first product starts the threads, so we leave it out. Of the others we take the median.
+
+# %%
+def matmul_flops_per_s(n=1024, repeats=9):
+    a = torch.randn(n, n)
+    b = torch.randn(n, n)
+    a @ b
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        a @ b
+        times.append(time.perf_counter() - start)
+    median = sorted(times)[repeats // 2]
+    return 2 * n**3 / median
+
+measured_flops = matmul_flops_per_s()
+compare("matrix product", peak_guess, measured_flops, within=2, unit="FLOP/s")
+
+# %% [markdown]
+# If prediction and measurement lie within a factor of two, the model of the machine is good enough for what follows. If
+# they do not, your cores may be of another kind, or the machine hides something: what a cloud sells as a core is often
+# one of the two threads of a core, which share its units. Go on with the measured number.
+#
+# A datasheet gives the same number for a GPU. `labcode.hardware` keeps a short table of such peaks, each with its
+# source. They hold for numbers of 16 bits (bfloat16), in which large models are trained; the measurement above used 32
+# bits, PyTorch's default.
+
+# %% tags=["figure"]
+a100 = hardware.find("NVIDIA A100-SXM4-80GB")
+h100 = hardware.find("NVIDIA H100 80GB HBM3")
+rates = {
+    "this CPU": measured_flops,
+    "A100": a100.peak_flops_per_s["bfloat16"],
+    "H100": h100.peak_flops_per_s["bfloat16"],
+}
+such_cpus = round(rates["H100"] / measured_flops, -3)
+plot.bars(rates, cpus=f"{such_cpus:,.0f}", caption="00.peaks")
+
+# %% [markdown]
+# Training GPT-3 took 3.14e23 FLOPs (Brown et al. 2020, table D.1). How long would one machine need, and how long
+# would 1024 GPUs? For the CPU we take all that we have measured. For a GPU we take 40 % of the datasheet's peak,
+# which is what a good training run reaches (Grattafiori et al. 2024 report 38 to 43 %, on up to 16,384 of them).
+
+# %%
+gpt3_flops = 3.14e23
+day_s = 24 * 3600
+h100_flops = 0.4 * h100.peak_flops_per_s["bfloat16"]
+machines = {
+    "this CPU": measured_flops,
+    "1 H100": h100_flops,
+    "1024 H100": 1024 * h100_flops,
+}
+for name, flops_per_s in machines.items():
+    days = gpt3_flops / flops_per_s / day_s
+    print(f"{name:10} {days:14,.1f} days = {days / 365:10,.2f} years")
+
+# %% [markdown]
+# Time is one reason for many devices, memory is the other. While a model is trained, each of its parameters takes about
+# 16 bytes: the parameter itself, its gradient, and what the optimizer keeps for it (Rajbhandari et al. 2020; lesson 04,
+# section 6, counts them). GPT-3 has 175 billion parameters (Brown et al. 2020).
+
+# %% tags=["nbval-check-output"]
+gpt3_bytes = 175e9 * 16
+gpt3_tb = gpt3_bytes / 1e12
+h100_gb = h100.memory_bytes / 1e9
+num_h100 = gpt3_bytes / h100.memory_bytes
+print(f"GPT-3 needs {gpt3_tb:.1f} TB, and an H100 has {h100_gb:.0f} GB:")
+print(f"{num_h100:.0f} of them hold it, before they compute anything")
+
+# %% [markdown]
+# One GPU would need 25 years for the computation, and could not even hold the model. With 1024 of them it takes about
+# nine days, **if** they lose no time waiting for one another. Do they? NVIDIA has trained ten models on 32 to 3,072 A100,
+# each as large as its GPUs can hold (Narayanan et al. 2021, table 1), and published how much arithmetic each did in a
+# second.
+#
+# **Predict.** 32 of the GPUs do 4.4e15 FLOP/s together. How many do 3,072 of them do, 96 times as many?
+
+# %% tags=["predict"]
+of_3072_gpus = 96 * 4.4e15
+
+# %% tags=["nbval-check-output"]
+from labcode.perf import published
+
+num_gpus = []
+flops_of_all = []
+for run in published.rows():
+    if run["source_key"] == "narayanan21_t1":
+        num_gpus.append(int(run["n_gpus"]))
+        flops_of_all.append(num_gpus[-1] * float(run["value"]) * 1e12)
+compare("3,072 GPUs", of_3072_gpus, flops_of_all[-1], unit="FLOP/s", found="published")
+
+# %% tags=["figure"]
+of_one = flops_of_all[0] / num_gpus[0]
+in_proportion = [of_one * number for number in num_gpus]
+plot.lines(
+    {"published": flops_of_all, "in proportion to 32 GPUs": in_proportion},
+    x=num_gpus,
+    caption="00.scaling",
+)
+
+# %% [markdown]
+# They lose next to nothing: the larger models have larger products of matrices, which run better, and that pays for the
+# waiting. It took three ways of dividing a model at once, chosen well; 1,536 GPUs with another choice reached less than a
+# third of this for each GPU (table 2). This is what the course is about: how to divide a model and its data over
+# devices, what they must then tell each other, what that costs, and how to predict it before the cluster's bill arrives.
+#
+# **Takeaway: a large model is trained on many devices because it does not fit on one, and because one would take
+# decades.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* On virtual machines the measured FLOP/s can be half or a third of a right prediction, because
+# what is sold as a core is a hyper-thread: say so before somebody looks for a mistake. Ask the room: which of the two
+# reasons, time or memory, would remain if GPUs became a thousand times faster?
+
+# %% [markdown]
 # ## 4. Are four ranks four times as fast? (core, 6 min)
 #
 # Four processes do not make four cores. If the work is arithmetic, the ranks share what the machine has. On a cluster
@@ -368,10 +400,10 @@ check("0.2", mean_over_ranks, ranks)
 # other. When there are fewer, they take turns: two ranks on one core get half of its time each. What counts are the
 # cores themselves, not the logical ones: two threads on one core share its units.
 #
-# The comparison accepts a factor of 1.5, because other programs want their share of the cores as well.
+# The comparison accepts a factor of 1.5.
 #
 # **Predict.** How many times as long does rank 0 take when all four compute, compared with rank 0 alone? (This machine
-# has the number of cores that section 2 prints; here it is called `cores`.)
+# has the number of cores that section 3 prints; here it is called `cores`.)
 
 # %% tags=["predict"]
 slowdown_guess = max(1, 4 / cores)
@@ -416,13 +448,10 @@ plot.bars(work_per_s, reference={f"{cores} cores": cores}, caption="00.cores")
 
 # %% [markdown]
 # The work of all ranks together rises until every core is busy. More ranks then add next to nothing. With more ranks
-# than cores the total can even fall a little, because the ranks interrupt each other. A bar that ends a little above or
-# below the dashed line is within the noise of such a measurement.
+# than cores the total can even fall a little, because the ranks interrupt each other.
 #
-# A bar that ends far above the line means that other programs were running. Every process that wants to compute gets
-# its turn, so on a busy machine four ranks together get a larger share of the cores than one rank does. Run the
-# measurement again when the machine is quiet. Bars that never reach the line, however often you measure, mean that the
-# cores of this machine are really threads that share one.
+# Bars that never reach the line, however often you measure, mean that the cores of this machine are really threads that
+# share one.
 #
 # So on this machine the labs show **what is computed and sent**, and that is exact. Where the time depends on a device
 # for each rank, the text says so, and gives the formula.
@@ -634,6 +663,8 @@ print(ranks.run(still_here))
 # - Rajbhandari et al. 2020, *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, arXiv:1910.02054,
 #   section 3.1: 16 bytes for each parameter.
 # - Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, table 4: 38 to 43 % of the peak of an H100.
+# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*,
+#   arXiv:2104.04473, tables 1 and 2.
 # - Peaks of GPUs: NVIDIA's datasheets, named next to each number in `labcode/hardware.py`.
 # - torchrun and its environment variables: docs.pytorch.org/docs/stable/elastic/run.html.
 

@@ -29,7 +29,7 @@
 # **Time**: 130 minutes, and 22 more for what is optional. Good places for a break are after section 3 and after
 # section 6.
 #
-# **Needs**: lesson 00 (sections 1 and 3).
+# **Needs**: lesson 00 (sections 1 and 2).
 
 # %%
 import torch

@@ -30,7 +30,7 @@
 # **Time**: 173 minutes, and 30 more for what is optional. Good places for a break are after section 3 and after
 # section 5.
 #
-# **Needs**: lesson 00 (sections 1 and 2). Nothing in this lesson is about several ranks, and where it compares
+# **Needs**: lesson 00 (sections 1 and 3). Nothing in this lesson is about several ranks, and where it compares
 # something with messages between ranks you may read on without lesson 01.
 
 # %%
@@ -117,7 +117,7 @@ compare(
 # It is a little less than 6 N T, since some of the weights, such as those of norms, are in no product, and the first
 # layer needs no gradient of its input. The counter does not see the products inside of attention: on a CPU they are
 # part of one fused operation for which it has no formula. labcode's `training_flops_per_sample` adds them: 6.6 GFLOP
-# for a step. At the rate that a large matrix product reaches on this machine (lesson 00, section 2), the products alone
+# for a step. At the rate that a large matrix product reaches on this machine (lesson 00, section 3), the products alone
 # would take this long:
 
 # %%

@@ -336,7 +336,7 @@ for weighted in (False, True):
 
 # %% [markdown]
 # **Takeaway: add up sums and counts, and divide once. A mean of means is right only where all counts are equal.** You
-# met the same rule in lesson 00, section 3, for a mean over the ranks.
+# met the same rule in lesson 00, section 2, for a mean over the ranks.
 
 # %% [markdown]
 # In a training loop it is easy to get the rank without samples wrong. Suppose that rank 3 finds an empty batch and
