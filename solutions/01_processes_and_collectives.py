@@ -242,8 +242,8 @@ check("1.0", pass_on, ranks)
 plot.collectives(("broadcast", "scatter", "gather", "reduce"), 4, caption="01.rooted")
 
 # %% [markdown]
-# A broadcast gives everybody what `pass_on` gave them. In the cells below, rank r starts with the four numbers 10 r, 10 r + 1, 10 r + 2 and 10 r + 3. Here are two of the
-# four at work, with rank 0 as the root.
+# A broadcast gives everybody what `pass_on` gave them. In the cells below, rank r starts with the four numbers 10 r,
+# 10 r + 1, 10 r + 2 and 10 r + 3. Here are two of the four at work, with rank 0 as the root.
 
 # %% tags=["nbval-check-output"]
 def start_numbers(rank):
@@ -747,11 +747,11 @@ plot.lines(
 # On the left the model is flat, because nearly all the time is latency. On the right the time grows in proportion to
 # the size. Both parts cost the same where 2 (p - 1) α = 2 (p - 1)/p · n/β, which is at **n = p α β**, the dotted line.
 #
-# Small tensors can lie a good deal above the model: α comes from 64 calls in a row, and each point here is a single call after a barrier, which the ranks do not
-# leave all at the same time. In the middle the points can also lie below the model: it was fitted at its two ends, and
-# it does not know that gloo cuts a tensor into pieces and adds up one piece while the next is on its way.
-#
-# The model also leaves something out: on this machine four ranks share the cores that copy every byte, while on a cluster each has its own.
+# Small tensors can lie a good deal above the model: α comes from 64 calls in a row, and each point here is a single
+# call after a barrier, which the ranks do not leave all at the same time. In the middle the points can also lie below
+# the model: it was fitted at its two ends, and it does not know that gloo cuts a tensor into pieces and adds up one
+# piece while the next is on its way. The model also leaves something out: on this machine four ranks share the cores
+# that copy every byte, while on a cluster each has its own.
 #
 # And your ring? It is a dozen lines of Python, and PyTorch's all-reduce on CPUs is a library in C++.
 #

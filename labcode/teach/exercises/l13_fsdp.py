@@ -1,5 +1,6 @@
 """The exercise of lesson 13b with units of FSDP2: which module belongs to which unit."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -73,7 +74,8 @@ class Step(NamedTuple):
 
 def num_bytes(*modules: nn.Module) -> int:
     """Of their parameters together."""
-    return sum(param.nbytes for module in modules for param in module.parameters())
+    parameters = itertools.chain.from_iterable(module.parameters() for module in modules)
+    return sum(param.nbytes for param in parameters)
 
 
 def _step(answer: Callable[..., Any]) -> Step:
