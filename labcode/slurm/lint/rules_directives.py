@@ -44,7 +44,7 @@ _ONLY_IN_A_STEP = re.compile(r"STEP_\w+|STEPID|LAUNCH_NODE_IPADDR|SRUN_COMM_\w+"
 
 @rule(
     "S01",
-    "this line is a comment, not a directive: write #SBATCH, so and in capitals",
+    "this line is a comment: a directive begins with #SBATCH, in capitals and without a space",
     "sbatch reads only lines that begin with exactly #SBATCH; the job runs with the default in "
     "place of what is asked",
     warning=True,
