@@ -28,8 +28,12 @@ from labcode.teach.exercises.simulated import Event, Outcome, here
 CHANNELS = 3
 LENGTH = 8  # values of a channel in one sample
 EPS = 1e-2  # large, so that it matters where it is added
-EVEN = {4: (2, 2, 2, 2), 3: (2, 2, 2)}  # samples of each rank, by the number of ranks
-UNEVEN = {4: (3, 1, 4, 2), 3: (2, 5, 1)}
+EVEN = {
+    3: (2, 2, 2),
+    4: (2, 2, 2, 2),
+    6: (2, 2, 2, 2, 2, 2),
+}  # samples of each rank, by their number
+UNEVEN = {3: (2, 5, 1), 4: (3, 1, 4, 2), 6: (3, 1, 4, 2, 5, 2)}
 DIMS = (0, 2)
 OURS = own_answers(
     by_labcode.WholeBatchNorm.forward,
