@@ -601,10 +601,12 @@ for rung, (on_a100, on_h100) in PUBLISHED.items():
 plot.bars(ladder, caption="03b.three_devices")
 
 # %% [markdown]
-# The rungs are the same, and what they gain differs. NERSC's model has long sequences, so the kernel of attention
-# decides. Ours are short, so on a CPU with a unit for bfloat16 it is the products that gain, and on one without it the
-# bar of bfloat16 is far below 1: PyTorch has no fast product of 16-bit numbers for it. There is no bar for
-# `torch.compile` here: section 6 says why. On your GPU `python benchmarks/on_a_gpu.py` measures every rung.
+# The rungs are the same, and what they gain differs. NERSC's model has long sequences, so the kernel of
+# attention decides. Ours are short, so on a CPU with a unit for bfloat16 it is the products that gain, and on one
+# without it the bar of bfloat16 is far below 1: PyTorch has no fast product of 16-bit numbers for it. There is no bar
+# for `torch.compile` here: section 6 says why. (NERSC climbed the rung in float16 too, with a GradScaler, and in both
+# formats to over 53 samples/s; it thinks that bfloat16 may have a slight edge, as no loss is scaled.) On your GPU
+# `python benchmarks/on_a_gpu.py` measures every rung.
 #
 # **Takeaway: measure each rung on your own step. A published ladder tells you which rungs there are.**
 

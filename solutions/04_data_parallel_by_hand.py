@@ -649,10 +649,10 @@ plot.copies(4, caption="04.copies")
 # | `LOCAL_RANK` | its number on this machine: the GPU that it should take |
 # | `MASTER_ADDR`, `MASTER_PORT` | where the store is, for the rendezvous of lesson 01, section 1 |
 #
-# `dist.init_process_group(backend)` reads them and holds the rendezvous. You need not write the average of the
-# gradients again: PyTorch's `DistributedDataParallel` (DDP) wraps a model, broadcasts its weights from rank 0, and
-# averages the gradients inside `backward()`. The next lesson opens it up. You call the wrapped model like the model
-# itself. The model inside is its attribute `.module`.
+# `dist.init_process_group(backend)` reads them and holds the rendezvous. (Guides write `init_method="env://"`, which is
+# the default.) You need not write the average of the gradients again: PyTorch's `DistributedDataParallel` (DDP) wraps a
+# model, broadcasts its weights from rank 0, and averages the gradients inside `backward()`. The next lesson opens it
+# up. You call the wrapped model like the model itself. The model inside is its attribute `.module`.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 4.4 · Write the script
@@ -943,6 +943,7 @@ check("4.5", run)
 # | a fused optimizer and `torch.compile` | lesson 03b, sections 5 and 6 |
 # | gradients that are clipped over all micro-batches | lesson 05, section 6 |
 # | warm-up, and a learning rate that fits the batch | lesson 06, section 4 |
+# | curves: `SummaryWriter(folder)` on rank 0, and `writer.add_scalar("loss/train", train_loss, epoch)` | `torch.utils.tensorboard`; lesson 00, section 5, looks at them |
 # | the arguments of DDP, and a loss scale for float16 | lesson 07, section 9 |
 # | a job script, and an end before the time limit | lesson 14, sections 2 and 3 |
 # | several checkpoints, checked when they are read | lesson 17, section 2 |

@@ -546,6 +546,9 @@ print(f"loss of the same 128 samples: rank 0 {losses[0]:.4f}, rank 1 {losses[1]:
 # A **synchronised** BatchNorm, which takes mean and variance over the samples of all ranks, is the cure. You build one in
 # section 12, which is optional, and measure there what it gains.
 #
+# Switch the copying off where the ranks' buffers are meant to differ, as a cache of each rank's own samples, or where
+# you synchronise them yourself.
+#
 # **Takeaway: buffers are not averaged. They are those of rank 0, or, if you switch that off, of nobody else.**
 
 # %% [markdown]
@@ -1413,6 +1416,8 @@ print(f"gradient norm: 32 and 32 {even[0][1]:.4f}, 48 and 16 {uneven[0][1]:.4f}"
 #
 # The gradient is the same with both cuts, since the losses are summed and divided by the whole batch, which is the cure
 # of patient 8. If the slower GPU also has less memory, its share comes in smaller micro-batches, and the shares stay.
+# (A guide gives slow GPUs more time, `DDP(model, timeout=...)`. DDP has no such argument, the time-out is that of the
+# group, and waiting longer makes nobody faster.)
 
 # %%
 for sentence in clinic.examine(pair, 13)[0].says:
@@ -1671,7 +1676,10 @@ for checked in check_variables(ADVISED, interfaces=["lo", "ens5"], num_cores=8):
     print(f"{checked.found}; cure: {checked.cure}\n")
 
 # %% [markdown]
-# Each of them can be right for an hour, to find a fault. [The checklist](../book/guide/ddp.md) has the others.
+# Each of them can be right for an hour, to find a fault. Three more that guides set do nothing:
+# `NCCL_IB_DISABLE=0` is the default; `NCCL_TIMEOUT` is no variable of NCCL's, and the limit is `timeout=` of
+# `init_process_group`; and in `NCCL_DEBUG_FILE` NCCL knows `%h`, the host, and `%p`, the process, but leaves `%r` as it
+# stands, so that all ranks of a node write over one file. [The checklist](../book/guide/ddp.md) has the others.
 #
 # **Takeaway: when scaling is bad, first look at the samples per rank, then at the network.**
 #

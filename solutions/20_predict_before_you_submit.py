@@ -992,9 +992,9 @@ print(f"predicted {1e3 * predicted_s:.0f} ms, measured {1e3 * together_s:.0f} ms
 # ### One that ran out of memory
 #
 # NVIDIA's teaching notebook for Megatron-LM trains a GPT of 12 layers (h = 768, 32 heads, 1,024 tokens, float32) on
-# V100s with 16 GB. With 2 samples at a time it fitted. With 32 it stopped: *tried to allocate 512 MiB; 13.90 GiB
-# allocated*. Its attention is not fused, so that each layer keeps its table of scores: s × s numbers for each sample
-# and head.
+# V100s with 16 GB. With 2 samples at a time it fitted, with a peak of about 10 GB in its profile. With 32 it stopped:
+# *tried to allocate 512 MiB; 13.90 GiB allocated*. Its attention is not fused, so that each layer keeps its table of
+# scores: s × s numbers for each sample and head.
 #
 # **Predict.** How many GiB is one such table for all 32 heads, with 2 samples and with 32? (4 bytes each.)
 
