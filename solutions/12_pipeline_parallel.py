@@ -64,8 +64,8 @@ plot.stages(4, 4, caption="12.stages")
 # Between F and B, a rank has to keep what backward will need. Nothing else is sent: the gradients of the weights stay
 # where the weights are.
 #
-# Call the time of F on one stage $t_F$ and the time of B $t_B$. For a linear layer, backward makes two matrix products
-# where forward makes one, so we take $t_B = 2\,t_F$.
+# Call the time of F on one stage $t_F$ and the time of B $t_B$. The backward of a linear layer takes two matmuls where
+# its forward takes one, so we take $t_B = 2\,t_F$.
 #
 # A **schedule** says which rank does what in which order. In labcode it is plain data, a list of actions for each rank.
 # Here is the simplest one, printed as a table: a column is one action, and a dot marks a rank that waits.
@@ -78,15 +78,15 @@ print(stages.table(whole_batch, 4))
 # %% [markdown]
 # `1F0` means stage 1, forward, part 0 of the batch. So far the batch has only one part.
 #
-# **A fair clock.** Your machine may have two cores for four ranks. Four ranks that compute would wait for a core, not
-# for each other, and no schedule could be seen. So the stages here are **emulated**: each action does its arithmetic,
-# which is tiny, and then sleeps until its time is up. A sleeping rank needs no core. It stands for a rank whose GPU is
-# busy. Everything else is real: the processes, the messages, the waiting and the gradients.
+# **A fair clock.** Your machine may have two cores for four ranks. If all four computed, they would wait for a core
+# rather than for each other, and the schedule would be invisible. So the stages here are **emulated**: each action does
+# its arithmetic, which is tiny, and then sleeps until its time is up. A sleeping rank needs no core. It stands for a
+# rank whose GPU is busy. Everything else is real: the processes, the messages, the waiting and the gradients.
 #
 # We take 30 ms for F and 60 ms for B. (They stand in `STAGE_S` in the first cell. B has two halves there, which section
 # 7 explains.)
 #
-# **Predict.** What share of the time does a rank spend waiting? How many seconds does the step take?
+# **Predict.** What fraction of the time does a rank spend waiting? How many seconds does the step take?
 
 # %% tags=["predict"]
 share_of_waiting = 3 / 4
@@ -109,10 +109,9 @@ naive.picture(
 
 # %% [markdown]
 # The upper time line is **simulated**: each action starts as soon as its rank is free and its input is there. The lower
-# one was **measured** on the four ranks, as the median of three steps. It is a little longer, because work was handed
-# over six times: a message travels, some Python runs, and a sleeping rank wakes up a little late. In this lesson we
-# compare your predictions with the simulation, because a prediction of a schedule cannot know what else your machine is
-# doing. The measurement stands below it.
+# one was **measured** on the four ranks, as the median of three steps. It is a little longer, because each of the six
+# hand-overs costs a message, some Python and the wake-up of a sleeping rank. Your predictions in this lesson are
+# compared with the simulation, and the measurement stands below it.
 
 # %%
 hand_over_s = (naive.measured.total_s - naive.simulated.total_s) / 6
@@ -173,7 +172,7 @@ check("12.1", gpipe_order)
 #
 # Now take 4 ranks and 8 micro-batches, each of which takes as long as the whole batch of section 1.
 #
-# **Predict.** What is bubble / work? How many seconds does the step take? From how many micro-batches does rank 0 have
+# **Predict.** What is bubble / work? How many seconds does the step take? For how many micro-batches does rank 0 have
 # to keep activations at the same time?
 
 # %% tags=["predict"]
@@ -202,7 +201,8 @@ gpipe.picture(
 # than the formula says, since the formula knows no hand-overs. These cost a fixed time, so for longer stages they count
 # for less.
 #
-# **Predict.** How many micro-batches do you need at least, so that 8 ranks wait for at most 6 % of the **whole** time?
+# **Predict.** What is the smallest number of micro-batches with which 8 ranks wait for at most 6 % of the **whole**
+# time?
 
 # %% tags=["predict"]
 needed = 110  # 7 / (m + 7) <= 0.06 gives m >= 109.7
@@ -218,8 +218,8 @@ compare("micro-batches for 6 %", needed, fewest, within=1, found="simulated")
 # samples, and GPipe keeps the activations of all 110.
 #
 # **Takeaway: the bubble is (p - 1)/m of the work. More micro-batches make it smaller, and GPipe pays for each of them
-# with memory.** (Here GPipe is the name of the order. The system of that name also keeps only the input of each stage
-# and runs the forward a second time before the backward. This is called activation checkpointing.)
+# with memory.** GPipe is the name of the order here. The system of that name also uses activation checkpointing: it
+# keeps only the input of each stage and runs the forward again before the backward.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* The paper draws the backwards from the last micro-batch to the first, and the check takes that
@@ -315,9 +315,9 @@ show_source(pipeline._Run._backward)
 # %% [markdown]
 # Yours and labcode's differ in one important point: **when** a receive begins. Yours begins when the action needs its
 # input. On a CPU with gloo that is right, and only a little slower. On GPUs it is not: **on NCCL your runner can hang
-# in 1F1B.** NCCL works off the messages between two ranks one after the other, in the order in which each rank has
-# posted them. In the steady state of 1F1B (section 4) two neighbours have something for each other, and both post
-# `isend` first and `recv` second. If a message is larger than NCCL's buffers, each send waits for a receive that stands
+# in 1F1B.** NCCL processes the messages between two ranks one after the other, in the order in which each rank posted
+# them. In the steady state of 1F1B (section 4) two neighbours each have a message for the other, and both post `isend`
+# first and `recv` second. If a message is larger than NCCL's buffers, each send waits for a receive that is queued
 # behind the other send.
 #
 # The cure is to post both together. `dist.batch_isend_irecv` hands a list of sends and receives to NCCL as one
@@ -409,7 +409,7 @@ check("12.3", one_f_one_b_order, ranks)
 # **Predict** for 4 ranks and 8 micro-batches:
 #
 # 1. Is bubble / work `"more"`, `"less"` or `"the same"`, compared with GPipe?
-# 2. From how many micro-batches does rank 0 keep activations at the same time now, and from how many does rank 3?
+# 2. For how many micro-batches does rank 0 keep activations at the same time now, and for how many does rank 3?
 # 3. Rank 0 waits before its first backward. For how many seconds? Follow micro-batch 0 on its way to the last rank and
 #    back.
 
@@ -549,8 +549,8 @@ plot.lines(
 # The flat piece of 1F1B is gap b. Nothing is kept and nothing is freed while the first micro-batch is on its way back.
 # GPipe's is longer by the time that its last micro-batch takes to reach the last rank, 90 ms.
 #
-# **Takeaway: 1F1B has the bubble of GPipe, and keeps at most p micro-batches in place of m. The first rank keeps the
-# most, and its long gap before the first backward is the way back.**
+# **Takeaway: 1F1B has GPipe's bubble, but keeps at most p micro-batches instead of m. The first rank keeps the most,
+# and in its long gap before the first backward it waits for micro-batch 0 to come back.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Common mistakes in 12.3: a warm-up of p - r (then the first backward comes one forward late and
@@ -611,8 +611,8 @@ print("with scale_grads=False 8 times as large:", are_expected(unscaled, factor=
 # unless you say otherwise. This is right for a loss that is a mean. If your loss divides by m already, switch it off.
 #
 # PyTorch can also cut a model into stages by tracing it. labcode's runner is short enough to read. Both keep a schedule
-# as lists of actions, and so it can be checked before any rank begins. A schedule is a promise between ranks: every
-# message has a sender, and nobody waits in a circle. If the promise is broken, all ranks wait for ever, and the cluster
+# as lists of actions, and so it can be checked before any rank begins. A schedule is a contract between ranks: every
+# message has a sender, and no ranks wait for each other in a cycle. If it is broken, the run deadlocks, and the cluster
 # charges for it.
 #
 # Here rank 0 wants the gradient of micro-batch 0 before it sends micro-batch 1, and rank 1 wants micro-batch 1 before
@@ -629,7 +629,7 @@ wrong = {
 }
 
 # %% [markdown]
-# **Predict.** Each rank goes on as far as it can. At which action does rank 0 stand in the end, and at which rank 1?
+# **Predict.** Each rank goes on as far as it can. At which action does rank 0 get stuck, and at which does rank 1?
 
 # %% tags=["predict"]
 rank_0_stands_at = "0B0"
@@ -693,9 +693,9 @@ except RankError as error:
 #
 # A real model brings two new things.
 #
-# - **Tied embeddings.** In many models the table of the vocabulary is used twice: it turns tokens into vectors at the
-#   start, and vectors into logits at the end. So the first **and** the last stage hold a copy of it. Each sees only a
-#   part of its gradient, so the two parts have to be summed after backward.
+# - **Tied embeddings.** In many models the embedding table is used twice: it maps tokens to vectors at the start, and
+#   vectors to logits at the end. So the first **and** the last stage hold a copy of it. Each sees only a part of its
+#   gradient, so the two parts have to be summed after backward.
 # - **Uneven stages.** Six layers cannot be dealt out evenly to four ranks, and the ends of the model cost time as well.
 #
 # In plain PyTorch the sum takes three lines: a group of the first and the last rank, which all ranks of the pipeline
@@ -774,11 +774,11 @@ held_to_one_process("pp 4, sum forgotten", pp4, ParallelConfig(), "forgotten")
 # Without the sum, the first loss is right, because the weights are still right. The next losses are wrong, and the two
 # copies drift apart. Nothing fails and nothing warns.
 #
-# **What travels?** Between two stages goes a tensor [B, S, H] forward and its gradient backward, for each micro-batch,
-# whatever the stage holds. For comparison: tensor parallelism makes four all-reduces of the same size in each layer,
-# and one each for the embedding and the head (lesson 09, sections 4 and 6). On a ring, an all-reduce sends 2 (p - 1)/p
-# of its tensor. (We count the calls and their tensors, and take the bytes from this formula; gloo may send them in
-# another way.)
+# **What travels?** For each micro-batch, a tensor [B, S, H] crosses each boundary between stages and its gradient comes
+# back, whatever the stages hold. For comparison: tensor parallelism makes four all-reduces of the same size in each
+# layer, and one each for the embedding and the head (lesson 09, sections 4 and 6). On a ring, an all-reduce sends 2 (p
+# - 1)/p of its tensor. (We count the calls and their tensors, and take the bytes from this formula; gloo may send them
+# in another way.)
 #
 # Here [B, S, H] is 2 · 32 · 64 numbers of 8 bytes, and there are 6 layers.
 #
@@ -812,9 +812,9 @@ print(f"tensor parallelism sends {tp_bytes / pp_bytes:.0f} times as much")
 # does not wait until what it sends has arrived. So pp is the axis that may leave the node.
 #
 # **Who gets fewer layers?** In the steady state all ranks go at the pace of the slowest stage. The head, which turns
-# vectors into logits, has V · H weights, and a layer has 12 H². For the vocabulary of GPT-2 and H = 2048 the head costs
-# as much as V · H / (12 H²) = 50257 / (12 · 2048), or about two layers. Take 14 layers on 4 ranks, with the head on the
-# last one.
+# vectors into logits, has V · H parameters, and a layer has 12 H². For the vocabulary of GPT-2 and H = 2048 the head
+# costs as much as V · H / (12 H²) = 50257 / (12 · 2048), or about two layers. Take 14 layers on 4 ranks, with the head
+# on the last one.
 #
 # - Dealt out as evenly as possible, the stages have 4, 4, 3 and 3 layers, so the last rank has 3 + 2 = 5 units of work.
 # - Another way would be 4, 4, 4 and 2.
@@ -864,7 +864,7 @@ print("4, 4, 4, 2 takes", step_units((4, 4, 4, 2)))
 plot.halves(caption="12.halves")
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 12.4 · Put the weight's half off
+# ### Exercise 12.4 · Defer the weight gradient
 #
 # Write a linear layer whose backward does I at once and leaves W for later. `SplitLinear.apply(x, weight, later)` gives
 # `y`. Its backward returns the gradient of x, and appends **a function without arguments** to the list `later`. When
@@ -929,8 +929,8 @@ show_source(linear._Linear.backward)
 # $$(p-1)\,(t_I + t_F - t_W).$$
 #
 # The other ranks have other gaps of the same sum, as in section 4. Rank r has only p - 1 - r gaps in its cool-down, so
-# it has to put off r more W until the end than rank 0, which ends with one. This schedule is called **ZB-H1** (Qi et
-# al. 2023; ZB for zero bubble).
+# it has to defer r more Ws to the end than rank 0, which ends with one. This schedule is called **ZB-H1** (Qi et al.
+# 2023; ZB for zero bubble).
 #
 # And the memory? W needs the inputs of the linear layers and the gradients of their outputs, so these are free only
 # after **W**. Attention scores and the input of GELU are needed by I alone, and are free after it. We count a
@@ -1075,9 +1075,8 @@ for name in ("gpipe", "1f1b", "zero_bubble", "interleaved"):
 plot.bars(shown, caption="12.bubbles")
 
 # %% [markdown]
-# The memory is exact, because it follows from the order alone. The measured times are longer than the simulated ones,
-# and a fixed cost for each hand-over explains only a part of this: GPipe often loses more than the column says. Two
-# bubbles that differ by a few hundredths cannot be told apart on this clock.
+# The memory is exact, because it follows from the order alone. A fixed cost for each hand-over explains only part of
+# the extra measured time, so do not rank schedules whose bubbles differ by a few hundredths.
 #
 # PyTorch has interleaved schedules too, and its zero-bubble schedules are made for several stages on each rank. Here are
 # two of them, with the runner of section 5.
@@ -1106,7 +1105,7 @@ for name, stages_per_rank in (("interleaved", 2), ("zero_bubble", 1)):
 
 # %% [markdown]
 # **Takeaway: v stages on each rank divide the bubble by v and multiply the messages by about v. It pays where a message
-# is short beside a stage.**
+# takes little time compared with a stage.**
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 12.5 · Open end: choose before you submit
@@ -1167,30 +1166,31 @@ check("12.5", choose)
 # %% [markdown]
 # ## 9. Part III on one page: what to choose first (core, 12 min)
 #
-# You now know four ways to use many GPUs: data, tensor (with sequence), context and pipeline parallelism. Lesson 13 adds
-# a fifth, **sharded data parallelism**, also called FSDP: data-parallel ranks that share out the weights and what
-# belongs to them. (A sixth, expert parallelism, needs a mixture of experts, a model whose layers have many MLPs of which
-# each token uses a few. It puts these MLPs on different ranks.) Which comes first? The order follows from what each
-# costs.
+# You now know four ways to use many GPUs: data, tensor (with sequence), context and pipeline parallelism. Lesson 13
+# adds a fifth, **sharded data parallelism**, also called FSDP: data-parallel ranks that divide the parameters, their
+# gradients and the optimizer state among themselves. (A sixth, expert parallelism, needs a mixture of experts, a model
+# whose layers have many MLPs of which each token uses a few. It puts these MLPs on different ranks.) Which comes first?
+# The order follows from what each costs.
 #
 # 1. **Does the model fit on one GPU?** Then use data parallelism only. It sends more bytes than a pipeline: about twice
 #    the gradients, for 1.7 billion parameters in 16 bits some 7 GB. But it sends them once in a step and can hide them
 #    behind backward, it has no bubble, and the model stays as it is.
 # 2. **If not, shard it over the data-parallel ranks**, as long as each GPU has enough tokens. The model's code still
-#    stays as it is. Half as many bytes again are sent, in each micro-batch. Lesson 13b, section 5, derives from how many
-#    tokens on they hide behind computing.
+#    stays as it is. Half as many bytes again are sent, and in each micro-batch. Lesson 13b, section 5, derives how many
+#    tokens it takes to hide them behind computation.
 # 3. **With fewer tokens, use tensor parallelism**, as little as needed, and never across nodes. Add sequence
 #    parallelism: it sends a quarter more bytes, and they can travel behind computing (lesson 10).
 # 4. **If the activations of one sequence do not fit** even so, use context parallelism.
-# 5. **If the weights need more than a node** and sharding does not hide between nodes, use pipeline parallelism there,
-#    with m several times p. It does not go well with step 2: each micro-batch would gather the weights again.
+# 5. **If the parameters need more than one node** and the traffic of sharding cannot be hidden between nodes, use
+#   pipeline parallelism there, with m several times p. It does not go well with step 2: each micro-batch would gather
+#   the weights again.
 # 6. **All GPUs that are left are data parallel.**
 #
 # Let us make a rule of steps 1, 3 and 5 and see whether it gives what people really used before step 2 was common. In
-# mixed precision with Adam, Megatron keeps 18 bytes for each parameter: 16 bits for the weight, and 32 bits each for its
-# gradient, for an exact copy of the weight and for Adam's two averages. (Lesson 04, section 6, counts 16 bytes: there
-# everything has 32 bits and there is no copy. Those who keep the gradient in 16 bits here also come to 16.) Let these 18
-# bytes take at most three quarters of a GPU's 80 GB; the rest is for activations.
+# mixed precision with Adam, Megatron keeps 18 bytes for each parameter: 16 bits for the parameter itself, and 32 bits
+# each for its gradient, its master copy and Adam's two moments. (Lesson 04, section 6, counts 16 bytes: there
+# everything has 32 bits and there is no copy. Those who keep the gradient in 16 bits here also come to 16.) Let these
+# 18 bytes take at most three quarters of a GPU's 80 GB; the rest is for activations.
 #
 # Narayanan et al. (2021, Table 1) published how they trained ten GPT models on A100 with 80 GB, in nodes of 8 and
 # without sharding.
@@ -1287,11 +1287,11 @@ for hidden, num_layers, gpus, tp, pp, sequences in papers.MEGATRON_LAYOUTS:
 # times of your stages into `simulate`, and choose before you submit.
 #
 # **A form to fill in.** Two nodes have two GPUs each. Tensor parallelism of 2 inside a node and a pipeline of 2 between
-# them use all four, so there is one copy of the model, dp = 1. A course of NVIDIA's therefore sets the global batch to
-# the size of one micro-batch. Take micro-batches of 2 samples.
+# them use all four, so there is one copy of the model, dp = 1. An NVIDIA course therefore sets the global batch to the
+# size of one micro-batch. Take micro-batches of 2 samples.
 #
-# **Predict.** What share of the time does each GPU wait if the global batch is 2? What is the smallest global batch with
-# which the bubble is at most 1/8 of the work?
+# **Predict.** What fraction of the time does each GPU wait if the global batch is 2? What is the smallest global batch
+# with which the bubble is at most 1/8 of the work?
 
 # %% tags=["predict"]
 share_of_waiting = 1 / 2

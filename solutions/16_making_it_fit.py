@@ -84,9 +84,9 @@ def measured_peak(model, *batches, loss_of=whole_loss):
 # %% [markdown]
 # ## 1. The error, and what it does not say (core, 13 min)
 #
-# A process that runs on a cluster has a limit. We give our GPT one here: `train_within` trains it in a process of its
-# own, and Linux refuses it more memory than we allow. (The limit is called `RLIMIT_DATA`. macOS
-# has no such limit, and there the run goes through.)
+# On a cluster a process has a memory limit, and here our GPT gets one. `train_within` trains it in a process of its
+# own, and Linux refuses it more memory than `RLIMIT_DATA` allows. macOS has no such limit, so there the run goes
+# through.
 
 # %%
 from labcode.teach.labs.l16_limited import Settings, show_log, train_within
@@ -203,9 +203,9 @@ check("16.1", at_peak)
 # parameter, 4 bytes of weight and 8 of AdamW's moments, and 4 of gradient once backward has made it. Lesson 10, section
 # 2, has counted the **activations**. It gives 34 bytes for each token and feature of a layer, in 16-bit numbers with
 # dropout, and the tables of attention on top. Our model has no dropout, and its attention is fused and stores no table.
-# Then 16 **numbers** are left: the inputs of the two norms (1 + 1); in attention the input of its first product, q, k
-# and v, and the input of its last product (1 + 3 + 1); in the MLP the input of its first product, the input of GELU and
-# that of its last product (1 + 4 + 4). Two more things are needed:
+# Then 16 **numbers** are left: the inputs of the two norms (1 + 1); in attention the input of its first matmul, q, k
+# and v, and the input of its last matmul (1 + 3 + 1); in the MLP the input of its first matmul, the input of GELU and
+# that of its last matmul (1 + 4 + 4). Two more things are needed:
 #
 # - **logits**: for each token one number for every entry of the vocabulary, in float32. The loss keeps the log-softmax,
 #   which is as large, and its backward makes two more tensors of this size: three in all;
@@ -383,12 +383,12 @@ fitting = train_within(CONFIG, four_times_four, room_bytes=80 * MIB)
 print(f"exit status {fitting.exit_status}")
 
 # %% [markdown]
-# It does. What does it cost in time? The products have the same number of FLOPs. But each micro-batch starts all
-# operations anew, and on a GPU a small product may no longer fill the device. Accumulation has a limit, too: at one
+# It does. What does it cost in time? The matmuls take the same number of FLOPs in all. But each micro-batch launches
+# all operations again, and on a GPU a small matmul may no longer fill the device. Accumulation has a limit, too: at one
 # sample nothing is left to divide, and with a long sequence one sample may be too large.
 #
-# **Takeaway: accumulation divides activations and logits by m, for W bytes of gradients more at the peak and smaller
-# products. It is the first thing to try, and it ends at one sample.**
+# **Takeaway: accumulation divides activations and logits by m, at the price of W more bytes of gradients at the peak
+# and of smaller matmuls. It is the first thing to try, and it ends at one sample.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* People forget the gradients of the first micro-batch: 42 MiB, and it is 47. Ask: why does going
@@ -417,7 +417,7 @@ print(f"exit status {fitting.exit_status}")
 #
 # **Predict.** We give our model a vocabulary of 8,192 entries. Then W = 8.6, A = 96 and V = 64 MiB. What is the peak,
 # in MiB, as before, and with 16 chunks? (With chunks, two tensors as large as the logits of one chunk exist at once.
-# And one more tensor of 4 MiB is to be added, the gradient of the head's weight, which is there early now.)
+# Add one more tensor of 4 MiB, the gradient of the head's weight, which now exists this early.)
 
 # %% tags=["predict"]
 all_logits_mib = 3 * 8.6 + 96 + 3 * 64
@@ -571,8 +571,8 @@ else:
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Mistakes: the mean of the chunks' means (wrong if the last chunk is shorter), the gradient of
-# the weight overwritten by each chunk, `grad` of backward forgotten. Ask: what is the best number of chunks? (So many
-# that a chunk no longer counts; more of them make the products small.)
+# the weight overwritten by each chunk, `grad` of backward forgotten. Ask: what is the best number of chunks? (Enough
+# that the logits of one chunk no longer matter; beyond that the matmuls only get smaller.)
 
 # %% [markdown]
 # ## 5. Activation checkpointing (core, 62 min)
@@ -589,17 +589,18 @@ plot.activation_checkpointing(num_layers=3, caption="16.checkpointing")
 
 # %% [markdown]
 # In the lower row nothing but three inputs is left when forward ends. Then F3 runs once more, now keeping everything,
-# and B3 uses it. After B3 the inside of layer 3 is gone, and F2 is next. Only one layer is ever whole.
+# and B3 uses it. After B3 what layer 3 kept is freed, and F2 is next. Only one layer's activations are ever complete.
 #
 # **Bytes.** L layers keep 16 L numbers without checkpointing. With it they keep L inputs, and 15 more for the inside of
 # the one layer that is being repeated: L + 15. For example, with L = 24: 384 against 39.
 #
-# **Time.** Backward computes two products where forward computes one. So the layers' FLOPs are 1 + 2 = 3 parts, and one
-# more forward makes 4: 4/3 of them.
+# **Time.** Backward takes two matmuls where forward takes one, so the layers' FLOPs are 1 + 2 = 3 units. One more
+# forward makes 4, a factor of 4/3.
 #
-# There is a detail. `checkpoint` stops the second forward **early**, as soon as it has everything that backward needs.
-# The last product of a layer, that of `down` in the MLP, computes the layer's output, which backward does not need. It
-# is 4 of the 12 h² products of a layer (3 for q, k and v, 1 for `proj`, 4 for `up`, 4 for `down`), a third.
+# But `checkpoint` stops the second forward **early**, as soon as it has everything that backward needs. The last matmul
+# of a layer, `down` in the MLP, computes the layer's output, which backward does not need. It has 4 of the 12 h²
+# parameters in the matmuls of a layer (3 for q, k and v, 1 for `proj`, 4 for `up`, 4 for `down`), and so a third of
+# their FLOPs.
 #
 # **Predict.** How many numbers for each token and feature are kept for our 6 layers, without checkpointing and, at the
 # worst moment, with it? How many times as many FLOPs are computed, if the second forward is whole, and if it stops
@@ -697,9 +698,9 @@ took_s = median_s({
 print(f"{took_s['checkpointed'] / took_s['plain']:.2f} times as long")
 
 # %% [markdown]
-# The time follows the FLOPs only roughly. Norms, GELU and attention are not among the products that were counted, and
-# they are repeated as well. In FLOPs
-# of products 4/3 is the most, and with the early stop it is less. In time it may be more: measure.
+# The time follows the FLOPs only roughly, because norms, GELU and attention are recomputed as well and are not among
+# the matmuls that were counted. In matmul FLOPs the factor is at most 4/3, and less with the early stop. In time it may
+# be more, so measure.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 16.3 · Write it
@@ -849,15 +850,15 @@ for name, times in asked.items():
     print(f"{times:2} x {name}")
 
 # %% [markdown]
-# The four `addmm` are the products with a weight and a bias: `qkv`, `proj`, `up` and `down`. (A `Linear` without a bias
+# The four `addmm` are the matmuls with a weight and a bias: `qkv`, `proj`, `up` and `down`. (A `Linear` without a bias
 # is an `mm`.) Most of the others, such as `view` and `transpose`, only look at the same memory in another way. Norms,
-# GELU and the two sums take a few FLOPs for each number that they make. A product takes twice as many as its input has
-# features, and attention four for each token that it looks at: hundreds or thousands. So one keeps the outputs of the
-# products and of attention, and computes the others again.
+# GELU and the two sums take a few FLOPs for each number that they make. A matmul takes two for each feature of its
+# input, and attention four for each token that it attends to: hundreds or thousands. So one keeps the outputs of the
+# matmuls and of attention, and recomputes the others.
 #
 # **Predict.** Without checkpointing a layer keeps 16 numbers for each token and feature. How many does it keep when
-# these five outputs are kept, together with the layer's input? And how many times as many FLOPs of products does the
-# step take as without checkpointing?
+# these five outputs are kept, together with the layer's input? And by what factor does checkpointing multiply the
+# matmul FLOPs of the step?
 
 # %% tags=["predict"]
 kept_by_operation = 1 + 3 + 1 + 1 + 4 + 1
@@ -890,7 +891,7 @@ compare("kept by a layer", kept_by_operation, found, within=1.05)
 compare("FLOPs", flops_by_operation, flops, within=1.05, found="counted")
 
 # %% [markdown]
-# No product is computed twice. The outputs of the two norms and of GELU, 1 + 1 + 4 numbers, are not kept any more, and
+# No matmul runs twice. The outputs of the two norms and of GELU, 1 + 1 + 4 numbers, are not kept any more, and
 # the second norm's input is computed again from the output of `proj`. That would leave 10 of the 16 numbers, and we
 # find 11.
 
@@ -898,7 +899,7 @@ compare("FLOPs", flops_by_operation, flops, within=1.05, found="counted")
 # ### Exercise 16.4 · A policy
 #
 # So one of the five outputs is kept for nothing: backward never asks for it. Write the policy that keeps the other
-# four. Then a layer keeps 10 numbers, and still no product and no attention runs twice.
+# four. Then a layer keeps 10 numbers, and still neither a matmul nor attention runs twice.
 #
 # - `args` are the arguments of the operation: (bias, input, weight) for `addmm` and (input, weight) for `mm`. The
 #   weight is already transposed here: its shape is [features of the input, features of the output].
@@ -935,7 +936,7 @@ check("16.4", policy)
 #
 # torchtitan, PyTorch's own program for pre-training large models, checkpoints **by operation** unless one says
 # otherwise (class `SelectiveAC`, August 2026). It keeps the outputs of attention, of products and of some collectives,
-# which would else be sent a second time. But of every second product it keeps nothing, and computes it again. Here is
+# which would otherwise be sent a second time. But it keeps nothing of every second matmul and recomputes it. Here is
 # this rule, and all variants of our step side by side.
 
 # %%
@@ -977,9 +978,9 @@ for name, model in ways.items():
     print(f"{name:24} {kept:15.1f} {peak:10.0f} {gflop:7.2f} {times:6.2f}")
 
 # %% [markdown]
-# By operation a layer keeps about a third less. With torchtitan's rule it is more than 40 % less, and one product of a
-# layer, `proj`, runs twice. Yet the time is not 1.00 times that without checkpointing: norms and GELU do run twice, and
-# they are not among the FLOPs of products. And PyTorch asks the policy, which is Python, for each operation.
+# By operation a layer keeps about a third less. With torchtitan's rule it is more than 40 % less, and one matmul of a
+# layer, `proj`, runs twice. Even where no matmul runs twice the step takes longer than without checkpointing, because
+# norms and GELU do run twice and PyTorch calls the policy, which is Python, for each operation.
 #
 # With `torch.compile` the compiler takes the decision. It can also choose the operations itself, for a budget:
 # `torch._functorch.config.activation_memory_budget = 0.5` keeps half of the bytes that it would keep otherwise, and
@@ -990,9 +991,9 @@ for name, model in ways.items():
 # tables of scores: for GPT-3 this saves 70 % of the activations for 2.7 % more FLOPs. labcode's `selective` is of this
 # kind. A fused attention does just that inside its kernel, so beside it this kind gains nothing.
 #
-# **Takeaway: keep the layers' inputs and repeat the rest: L + 15 numbers in place of 16 L, for about 4/3 of the time.
-# By operation, 10 of a layer's 16 numbers stay, and no product is repeated. Repeat the same random numbers, and never
-# change an input in place.**
+# **Takeaway: keep the layers' inputs and recompute the rest: L + 15 numbers instead of 16 L, for about 4/3 of the time.
+# By operation, 10 of a layer's 16 numbers stay, and no matmul is recomputed. Restore the state of the random numbers,
+# and never change an input in place.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Mistakes: the block runs with gradients in forward (in a Function that takes
@@ -1242,8 +1243,8 @@ plot.fragments(SEGMENTS, 2.5, caption="16.fragments")
 #
 # Given a model, a global batch and a budget, choose micro-batch, accumulation, checkpointing and dtype. `case` has
 # `model`, `global_batch`, `room_bytes`, `flops_per_s` (a dict: dtype to what the device reaches) and `launch_s` (what
-# each micro-batch costs beyond its products). Return `Settings(micro_batch, num_micro_batches,
-# activation_checkpointing, dtype)`: the kind of checkpointing is "none" or "full", the dtype a key of `flops_per_s`.
+# each micro-batch costs beyond its matmuls). Return `Settings(micro_batch, num_micro_batches, activation_checkpointing,
+# dtype)`: the kind of checkpointing is "none" or "full", the dtype a key of `flops_per_s`.
 #
 # - **Bytes**: `plan.peak_bytes(case, settings)` is labcode's formula. It must not exceed the room.
 # - **Seconds**: 6 FLOPs for each parameter and token, 8 with checkpointing "full", at the rate of the dtype; and

@@ -14,11 +14,11 @@
 # # 18 · Low precision
 #
 # A GPU multiplies 16-bit numbers many times as fast as 32-bit ones, and 8-bit numbers twice as fast again. But float16
-# turns small gradients into zeros, and eight bits make only 256 different numbers, where a model has millions of
-# different weights. In this lesson you find out why training works all the same. Two optional
-# sections are about float16: what is lost, and how a scaled loss saves it. The others are about 8 bits: you write the
-# rounding, the scaling, and a linear layer whose three products run in 8 bits. Then you train with it, on one process
-# and on four. Lesson 22 goes on from there: sums of few bits, scales for tiles, and four bits.
+# turns small gradients into zeros, and eight bits can represent only 256 different values, while a model has millions
+# of parameters. In this lesson you find out why training works all the same. Two optional sections are about float16:
+# what is lost, and how a scaled loss saves it. The others are about 8 bits: you write the rounding, the scaling, and a
+# linear layer whose three matmuls run in 8 bits. Then you train with it, on one process and on four. Lesson 22 goes on
+# from there: sums of few bits, scales for tiles, and four bits.
 #
 # ## Goals
 #
@@ -73,9 +73,9 @@ plot.formats(
 # down to zero in the same steps of 2^(-6-3) = 2^-9. These last ones are called **subnormal**. At the other end, the
 # largest number of e4m3 is 448, and that of e5m2 is 57,344.
 #
-# Why 448? The exponent goes up to 8, so 256 is a power of two that can be said, and the numbers from there on are 256,
-# 288, 320, ... 448, 480. The bits of the last one mean *not a number* instead. e4m3 has no infinity. e5m2 has one, like
-# the larger formats.
+# Why 448? The exponent goes up to 8, so 256 is the last power of two that the format has, and the numbers from there on
+# are 256, 288, 320, ... 448, 480. The bits of the last one mean *not a number* instead. e4m3 has no infinity. e5m2 has
+# one, like the larger formats.
 #
 # **Predict.** What is the spacing of e4m3 at x = 100? What is the smallest positive number of e5m2, whose smallest
 # exponent is -14? (Give it as a power of two: 2**-7, for example.)
@@ -139,8 +139,8 @@ check("18.1", spacing)
 # %% [markdown]
 # ## 2. Sixteen bits: what underflows, and why (optional, 45 min)
 #
-# Who trains in bfloat16, as nearly everybody does on GPUs since 2020, can go on with section 4. This section is for
-# those who have older GPUs (V100, T4), and for those who meet a `GradScaler` in somebody's code.
+# If you train in bfloat16, as nearly everybody does on GPUs since 2020, go on to section 4. This section is for those
+# who have older GPUs (V100, T4) or who meet a `GradScaler` in somebody's code.
 #
 # Of the two formats of 16 bits bfloat16 has the exponent of float32, and needs nothing but the autocast of lesson 03b.
 # float16 has 8 times as many numbers between 1 and 2, and it is the only 16-bit format of GPUs before 2020. Its problem
@@ -155,8 +155,8 @@ check("18.1", spacing)
 # the right character is (p - 1) / N, and by the logit of any other character p / N, with the probability of that one.
 # Here a micro-batch has 512 tokens, so that N is 512 · 1024. At first p is about 1/83 for each of the 83 characters.
 #
-# **Predict.** Anything below 2^-25 = 3.0e-8, half the smallest float16, becomes 0. Which share of all gradients of the
-# logits becomes 0 in the first step: "hardly any", "half" or "nearly all"?
+# **Predict.** Anything below 2^-25 = 3.0e-8, half the smallest float16, becomes 0. What fraction of the gradients of
+# the logits becomes 0 in the first step: "hardly any", "half" or "nearly all"?
 
 # %% tags=["predict"]
 lost_logits = "nearly all"  # 1/83 / (512 * 1024) is 2.3e-8
@@ -260,10 +260,10 @@ compare("largest scale", largest_scale, fitting, within=1)
 # During training the gradients change, and with them the best s. So it is found by trying, **dynamically**:
 #
 # - begin large, with 2^16;
-# - if any gradient is not finite, leave out this update, and halve s;
+# - if any gradient is not finite, skip this update and halve s;
 # - after 2000 good steps in a row double s.
 #
-# A step that is left out costs little. It happens a few times at the start, and then about once in 2000 steps.
+# A skipped step costs little. It happens a few times at the start, and then about once in 2000 steps.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 18.2 · A dynamic loss scaler
@@ -322,8 +322,8 @@ check("18.2", Scaler)
 
 # %% [markdown]
 # PyTorch has this as `torch.amp.GradScaler`. Here is labcode's. It decides by the norm of the whole gradient, for a
-# reason that comes with several ranks: the norm is the same number on each of them, so all leave out the same steps,
-# and nobody has to ask. Two things are the other way round than in yours. `update` is told whether the gradient has
+# reason that comes with several ranks: the norm is the same number on each of them, so all skip the same steps without
+# asking each other. Two things are the other way round from yours. `update` is told whether the gradient has
 # overflowed, not whether it is finite. And `unscale` is given the norm and returns the true one; after an overflow it
 # divides nothing.
 
@@ -337,7 +337,7 @@ show_source(loss_scale.LossScaler.update)
 # Let us watch a scale at work: 40 steps in float16, now on the loss itself. It begins at 2^20, which is too large, and
 # is doubled after 8 good steps in a row, so that something happens in so short a time.
 #
-# **Predict.** You have seen above which scale fits. How many updates are left out before the first one is made? (The
+# **Predict.** You have seen above which scale fits. How many updates are skipped before the first one is made? (The
 # batches differ a little, so a factor of 1.3 is allowed.)
 
 # %% tags=["predict"]
@@ -376,9 +376,9 @@ plot.lines({"scale": powers}, caption="18.scale")
 # moves all gradients into the range. s is found by trying: halved after an overflow, doubled after 2000 good steps.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* What goes wrong: `isinf` alone (inf - inf is NaN), a counter that is not set back, `finite` of
-# the last parameter only. Ask what happens to a model whose loss is NaN at any scale. (GradScaler halves s for ever and
-# leaves out every step: look at s in your log.)
+# *For the instructor.* What goes wrong: `isinf` alone (inf - inf is NaN), a counter that is not reset, `finite` of the
+# last parameter only. Ask what happens to a model whose loss is NaN at any scale. (GradScaler halves s for ever and
+# skips every step: watch s in your log.)
 
 # %% [markdown]
 # ## 3. A training in float16 (optional, 35 min)
@@ -511,16 +511,16 @@ plot.lines(
 
 # %% [markdown]
 # Nothing failed and nothing was printed: no NaN, no error, and the loss falls, with the gradients that are large
-# enough. But of those that reach the weights fewer and fewer are left. (More are lost than in section 2, where all were
-# computed in float32 and only then looked at: here a gradient is made of others that are lost already. And they become
-# smaller as the model learns, as the picture there shows.) After 32 steps the loss has not even come down to that of a
-# model that knows the frequencies of the characters and nothing else. This is what too small a gradient looks like.
-# With a scaler hardly a gradient is lost, and the curve is that of float32.
+# enough. But fewer and fewer of the gradients of the weights survive. More are lost than in section 2, where all were
+# computed in float32 and only then compared with float16: here each gradient is computed from others that have already
+# underflowed. They also become smaller as the model learns, as the picture there shows. After 32 steps the loss has not
+# even come down to that of a model that knows the frequencies of the characters and nothing else. This is what too
+# small a gradient looks like. With a scaler hardly a gradient is lost, and the curve is that of float32.
 #
 # **Two mistakes of order.** The first is silent: clipping before unscaling. Take a true norm of 1.5 and max_norm 1,
 # with s = 2^16.
 #
-# **Predict.** What is the norm that reaches the optimizer, if you clip first and unscale then?
+# **Predict.** What norm reaches the optimizer if you clip first and unscale afterwards?
 
 # %% tags=["predict"]
 norm_at_the_optimizer = 1 / 2**16
@@ -549,7 +549,7 @@ print(f"of {len(size):,} weights half are moved by less than {kept.median():.0%}
 # In the first step AdamW moves a weight by lr, up or down, if eps does not matter. Nothing says that these steps are
 # too small.
 #
-# The second mistake PyTorch catches, and the next cell ends in its error. Somebody unscales in the loop over
+# PyTorch catches the second mistake, and the next cell ends in its error. Somebody unscales in the loop over
 # micro-batches:
 
 # %% tags=["raises-exception"] raises="RuntimeError: unscale_() has already been called"
@@ -569,8 +569,8 @@ for batch in (batches(0), batches(1)):
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* What goes wrong: clipping first, a loss that is not divided by m, the whole body under autocast.
-# Ask: why is the learning-rate schedule often one step ahead in float16 logs? (`scheduler.step()` was called for a step
-# that was left out; PyTorch warns.)
+# Ask: why is the learning-rate schedule often one step ahead in float16 logs? (`scheduler.step()` was called for a
+# skipped step; PyTorch warns.)
 
 # %% [markdown]
 # ## 4. Eight bits: the rounding (core, 20 min)
@@ -666,8 +666,9 @@ plot.gradient_range(
 # %% [markdown]
 # The largest numbers of this gradient are about 2^-13, and most are around 2^-17.
 #
-# **Predict.** What is less than half of the smallest number becomes zero. Which share of the gradient is lost in e4m3,
-# whose smallest number is 2^-9: "hardly any", "half", or "nearly all"? And in e5m2, whose smallest number is 2^-16?
+# **Predict.** What is less than half of the smallest number becomes zero. What fraction of the gradient is lost in
+# e4m3, whose smallest number is 2^-9: "hardly any", "half", or "nearly all"? And in e5m2, whose smallest number is
+# 2^-16?
 
 # %% tags=["predict"]
 lost_in_e4m3 = "nearly all"
@@ -748,15 +749,15 @@ check("18.5", quantize)
 # %% [markdown]
 # ## 6. Delayed scaling (core, 25 min)
 #
-# What `quantize` does is called **current scaling**: the scale of a tensor comes from the tensor itself. So it goes
-# through the tensor twice, once for the amax, and once for the cast. On a GPU an 8-bit product is so fast that this
-# counts. And where several ranks are to use the same scale (section 9), all of them wait for an all-reduce **before each
-# product**.
+# What `quantize` does is called **current scaling**: the scale of a tensor comes from the tensor itself. So it reads
+# the tensor twice, once for the amax and once for the cast. On a GPU an 8-bit matmul is so fast that the extra pass
+# matters. And where several ranks have to use the same scale (section 9), all of them wait for an all-reduce **before
+# each matmul**.
 #
 # **Delayed scaling** takes the scale from the past. Each tensor of each layer has a **history** of the amaxes of its
 # last steps. The scale of this step is computed from the largest of them, before the tensor exists. The amax of this
-# step is only recorded, for later. So the tensor is gone through once, and all amaxes of all layers are all-reduced
-# together, once a step.
+# step is only recorded, for later. So each tensor is read once, and the amaxes of all layers are all-reduced together,
+# once per step.
 #
 # $$\text{scale} = \frac{\text{largest number of the format}}{2^{\text{margin}} \cdot \max(\text{history})}$$
 #
@@ -860,12 +861,12 @@ check("18.6", DelayedScaling)
 # large become zero. Transformer Engine's default is 0, with a history of 1024.)
 
 # %% [markdown]
-# ## 7. A linear layer and its three products (core, 30 min)
+# ## 7. A linear layer and its three matmuls (core, 30 min)
 #
-# A linear layer without bias computes y = x Wᵀ. Training it takes three products of matrices, and all three are the
-# same amount of work. With the gradient of the output, dy:
+# A linear layer without bias computes y = x Wᵀ. Training it takes three matmuls (GEMMs) of the same cost. With the
+# gradient of the output, dy:
 #
-# | product | formula | operands |
+# | matmul | formula | operands |
 # |---|---|---|
 # | forward | y = x Wᵀ | x, W |
 # | input gradient | dx = dy W | dy, W |
@@ -876,8 +877,8 @@ plot.fp8_linear(caption="18.layer")
 
 # %% [markdown]
 # Three tensors are quantised, and each is used twice. x and W take e4m3, which is finer. dy takes e5m2, which is wider.
-# In our layer the products are summed in float32, so that rounding happens only on the way in. Since the operands are
-# quantised with scales, the product of the 8-bit tensors is too large by both:
+# Our layer accumulates in float32, so that rounding happens only in the casts of the operands. Since both operands were
+# multiplied by their scales, the matmul of the 8-bit tensors is too large by both factors:
 #
 # $$x \, W^T \approx \frac{(x \, s_x)(W s_w)^T}{s_x \, s_w}$$
 #
@@ -961,10 +962,10 @@ class Fp8Linear(torch.autograd.Function):
 check("18.7", Fp8Linear)
 
 # %% [markdown]
-# labcode's version has a bias, weights under autocast, and a weight gradient that can be put off (lesson 12). The core is
-# the same. A cast has `.rows` and `.columns`, which are usually one and the same tensor. They differ for the block
-# scaling of section 8 alone. There a block lies along the sum of a product, and the two products of a tensor sum along
-# different dims.
+# labcode's version has a bias, weights under autocast, and a weight gradient that can be put off (lesson 12). The core
+# is the same. A cast has `.rows` and `.columns`, which are usually one and the same tensor. They differ only for the
+# block scaling of section 8, where a block lies along the dimension that a matmul sums over, and the two matmuls that
+# use a tensor sum over different dims.
 
 # %%
 show_source(fp8._Fp8Linear)
@@ -974,8 +975,8 @@ show_source(fp8._Fp8Linear)
 # is a sum of hundreds of terms whose rounding errors have both signs, so that they cancel in good part. And an update,
 # which is often a thousandth of its weight, would be lost in 8 bits, but the weights that are updated stay in float32.
 #
-# **Takeaway: a layer in FP8 casts three tensors, and each serves in two of the three products. Only the operands have 8
-# bits: sums, results, weights and the optimizer stay in 16 or 32.**
+# **Takeaway: a linear layer in FP8 casts three tensors, and each is used in two of the three matmuls. Only the operands
+# have 8 bits: accumulation, results, the weights themselves and the optimizer state stay in 16 or 32.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* The core of the lesson. People quantise dy in e4m3, or quantise it twice. They keep x and W for
@@ -985,8 +986,8 @@ show_source(fp8._Fp8Linear)
 # %% [markdown]
 # ## 8. A model in FP8 (core, 20 min)
 #
-# `fp8.Fp8(recipe).convert(model)` of labcode gives every linear layer but the last one such products. The last one, the
-# head, makes the logits. It is left in higher precision, as is usual: its errors go straight into the loss.
+# `fp8.Fp8(recipe).convert(model)` of labcode converts every linear layer except the last one, the head, which makes the
+# logits. It stays in higher precision, as is usual, because its errors go straight into the loss.
 #
 # We train the same small GPT in five ways, on the same batches (this takes half a minute):
 # in float32, in bfloat16, and in FP8 with delayed, current and block scaling. **Block scaling** gives each 32 numbers a
@@ -1067,7 +1068,7 @@ plot.lines(
 # number of tokens and a power of two here. At the beginning of training p is about 1/83.
 #
 # **Predict.** So that gradient is 0.988 / N in size, and the standard's way scales it to 0.988 · 512 = 506. The largest
-# number of e4m3 is 448. Which part of this gradient is lost?
+# number of e4m3 is 448. What fraction of this gradient is lost?
 
 # %% tags=["predict"]
 part_that_is_lost = 1 - 448 / (0.988 * 512)
@@ -1104,11 +1105,11 @@ plot.bars(table, caption="18.head")
 # - With current scaling the gradients of the logits are in e5m2. In the upper half of its range it has only four
 #   numbers, and most right characters have their gradients there.
 # - With blocks by the standard a gradient above 448 saturates. That is the case for each right character whose p is
-#   below 1/8: its gradient comes out too small, by up to an eighth. The gradients of weights are off by more than that. The sum over all characters is 0 in each token's gradient, and
-#   here too little is taken away at one place only. Over the tokens of a batch gradients cancel in part, and such an
-#   error, which has the same sign in each of them, does not.
-#   NVIDIA found that trainings of language models can diverge from it, and that they do not with scales that fit
-#   (Mishra et al. 2025). labcode's recipe, as that of Transformer Engine, takes those.
+#   below 1/8: its gradient comes out too small, by up to an eighth. The gradients of weights are off by more than that.
+#   Each token's gradient sums to 0 over all characters, and here a single entry of it is too small. Over the tokens of
+#   a batch the gradients partly cancel, but this error, which has the same sign in each of them, does not. NVIDIA found
+#   that trainings of language models can diverge from it, and that they do not with scales that fit (Mishra et al.
+#   2025). labcode's recipe, as that of Transformer Engine, takes those.
 # - With blocks that fit, a head in FP8 costs next to nothing here. Usually it stays in higher precision all the same:
 #   it is one layer of many, and its errors go into all others.
 #
@@ -1207,10 +1208,10 @@ check("18.8", reduce_amaxes, ranks)
 # ### Exercise 18.9 · Gather a weight in 8 bits
 #
 # Each rank of the group has some rows of a weight, as many as the others. Return the whole weight as a tensor of
-# `torch.float8_e4m3fn`, and its scale. It must be what one process would get that quantises the whole weight. One byte
-# for each number may travel, and a few for the amax. gloo does not know 8-bit floats: `q.view(torch.uint8)` looks at
-# the same bytes as whole numbers, and `.view(torch.float8_e4m3fn)` looks back. As in exercise 18.5, a weight of
-# zeros alone has the scale 1, and amax and scale are computed in float32. About 10 lines.
+# `torch.float8_e4m3fn`, and its scale. It must equal what a single process would get by quantising the whole weight.
+# One byte for each number may travel, and a few for the amax. gloo does not know 8-bit floats: `q.view(torch.uint8)`
+# looks at the same bytes as whole numbers, and `.view(torch.float8_e4m3fn)` looks back. As in exercise 18.5, a weight
+# of zeros alone has the scale 1, and amax and scale are computed in float32. About 10 lines.
 
 # %% tags=["exercise"]
 def gather_fp8(shard, group):
@@ -1233,8 +1234,7 @@ check("18.9", gather_fp8, ranks)
 # %% [markdown]
 # What happens without a group? First we look at the loss of the first step, with current scaling, on four ranks that
 # are used in three ways: DDP, where each rank has a quarter of the samples; tensor parallelism, where each has a
-# quarter of each weight; and FSDP, where each has a quarter of the samples, and puts each weight together before it
-# casts it.
+# quarter of each weight; and FSDP, where each has a quarter of the samples, and gathers each weight before it casts it.
 #
 # **Predict.** First all ranks share their scales. How many of the three ways then give the loss of one process, up to the
 # order of sums: 0, 1, 2 or 3? And how many, if each rank has scales of its own?
@@ -1304,8 +1304,7 @@ for share, guess in {
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Forgotten `group=` and SUM in place of MAX are the usual mistakes. Ask: why may dp be left out
-# of the group more easily than tp? (No tensor is put together over dp in 8 bits; gradients are averaged in 16 or 32
-# bits.)
+# of the group more easily than tp? (No tensor is gathered over dp in 8 bits; gradients are averaged in 16 or 32 bits.)
 
 # %% [markdown]
 # ## 10. Open end: a format for each tensor (optional, 30 min)
@@ -1471,7 +1470,8 @@ show_source(with_te.sum_shared_gradients)
 # number among the first of them is large, as a massive activation is (section 10).
 #
 # **Predict.** Suppose that the amax group is the dp group, as under data parallelism. How many different scales are
-# there on the four ranks? And which part of the tokens that a rank gathers does it read with a wrong scale: 0, 1/2 or 1?
+# there on the four ranks? And what fraction of the tokens that a rank gathers does it read with a wrong scale: 0, 1/2
+# or 1?
 
 # %% tags=["predict"]
 scales_shared_over_dp = 2
@@ -1525,9 +1525,9 @@ print(f"over dp, rank 1: error {own:.1%} in its own half, {theirs:.0%} in the ot
 # Ranks 0 and 2 agree, ranks 1 and 3 agree, but no rank agrees with the one whose tokens it reads, and no error is
 # raised. So the amax group must contain the tp group. The guide says so, "either directly or as a subset of a larger
 # distributed group", and Transformer Engine recommends all of dp and tp, as `tensor_parallel` has it. The guide's own
-# code passes `data_parallel_group` here. There this is no mistake, since its dp group and its tp group hold one and the
-# same GPU. On two GPUs or more, copied as it stands, it is the first line above. (With current scaling the layer reduces
-# the amax of such tensors over `tp_group` by itself.)
+# code passes `data_parallel_group` here. There it does no harm, since its dp group and its tp group hold the same
+# single GPU. Copied as it stands to two GPUs or more, it gives the first line above. (With current scaling the layer
+# reduces the amax of such tensors over `tp_group` by itself.)
 #
 # **Fully sharded.** The layer is plain again, and the wrapper brings the weights. Beside FSDP1, which the guide has,
 # stands FSDP2 (lesson 13b, section 7):
@@ -1615,7 +1615,7 @@ ranks.close()
 #
 # <details><summary>Answer</summary>
 #
-# Every step was left out: some gradient is not finite at any scale. The fault is in the model or in the data (a
+# Every step was skipped: some gradient is not finite at any scale. The fault is in the model or in the data (a
 # division by zero, the logarithm of 0), not in the range of float16.
 # </details>
 #
@@ -1661,14 +1661,14 @@ ranks.close()
 # |---|---|
 # | spacing | 2^(e - m): doubles at each power of two |
 # | float16 | largest 65,504, smallest 2^-24: multiply the loss by s, divide the gradients by s, then clip |
-# | dynamic loss scale | half after an overflow, whose step is left out; twice after 2000 good steps |
+# | dynamic loss scale | half after an overflow, whose step is skipped; twice after 2000 good steps |
 # | e4m3 | largest 448, smallest 2^-9, error at most 1/16 from 2^-6 on |
 # | e5m2 | largest 57,344, smallest 2^-16, error at most 1/8 |
 # | scale | largest number / (2^margin · amax), one for each tensor |
 # | current scaling | amax of the tensor itself; two passes; an all-reduce for each operand whose scale is shared |
 # | delayed scaling | largest amax of the history; one pass; one all-reduce a step |
 # | block scaling | a scale for each 32 numbers; no all-reduce |
-# | three products | y = x Wᵀ, dx = dy W, dW = dyᵀ x |
+# | three matmuls | y = x Wᵀ, dx = dy W, dW = dyᵀ x |
 # | amax group | all ranks with parts or copies of the tensor |
 #
 # ## Sources

@@ -16,7 +16,7 @@
 # A run in 8 bits learns less than it should. The loss curve says so, and nothing more. To find out why, one has to look
 # at the tensors inside, and on several ranks each of them sees only its part. In this lesson you find the reason in
 # statistics, repair the run with a few lines of YAML, and write the tools: statistics that are right across ranks, a
-# feature of your own, and the search for the first tensor in which two runs depart.
+# feature of your own, and the search for the first tensor in which two runs differ.
 #
 # ## Goals
 #
@@ -24,7 +24,7 @@
 # - reduce the statistics of shards to those of the whole tensor;
 # - choose over which ranks statistics are reduced, and say beforehand what each rank's file will hold;
 # - find what breaks an FP8 run, and repair it without leaving FP8;
-# - name the first tensor in which two runs depart, and the rank it came from.
+# - name the first tensor in which two runs differ, and the rank it came from.
 #
 # **Time**: 180 minutes, and 70 more for what is optional. Good places for a break are after section 3, and after
 # section 5.
@@ -91,8 +91,8 @@ plot.lines(
 # `nvdlfw_inspect` reads such a file, Transformer Engine's layers obey it, and so do labcode's. What can be done to a
 # layer is called a **feature**.
 #
-# A feature may look at six tensors of each linear layer. The picture shows their names. (*wgrad* and *dgrad* are also
-# the names of the products that make these tensors; the third product, that of forward, is called *fprop*.)
+# A feature may look at six tensors of each linear layer. The picture shows their names. *wgrad* and *dgrad* are also
+# the names of the GEMMs that compute these tensors; the forward GEMM is called *fprop*.
 
 # %% tags=["figure"]
 plot.watched_layer(caption="19.layer")
@@ -127,10 +127,10 @@ print(f"{len(look.splitlines()) - 1} lines for four ranks")
 # One thing to know: in step 0 a delayed scale has no history yet, and is 1. So that step says nothing about the margin,
 # and we look at step 40.
 #
-# What will they say of the run with margin 18? The largest number of a tensor lands at 448 / 2^18, which is a little
-# less than 2^-9. The smallest number of e4m3 is 2^-9, and what is less than half of it becomes zero. For gradients the
-# format is e5m2: the largest number lands at 57,344 / 2^18, a little less than 2^-2, and the smallest number of e5m2 is
-# 2^-16.
+# What will the statistics say about the run with margin 18? The largest number of a tensor lands at 448 / 2^18, which
+# is a little less than 2^-9. The smallest number of e4m3 is 2^-9, and what is less than half of it becomes zero. For
+# gradients the format is e5m2: the largest number lands at 57,344 / 2^18, a little less than 2^-2, and the smallest
+# number of e5m2 is 2^-16.
 #
 # **Predict.** How many of the values of an activation or a weight are lost in the cast: "hardly any", "half", or "nearly
 # all"? And how many of those of a gradient?
@@ -207,10 +207,10 @@ compare("std of all six", std_of_all, whole.std().item(), within=1.05, found="co
 plot.spread_of_parts(parts, caption="19.spread")
 
 # %% [markdown]
-# A mean of the two would have been 1, and wrong. What has to travel in place of the std? Let a part have n values,
+# A mean of the two would have been 1, and wrong. What has to be sent instead of the std? Let a part have n values,
 # their mean, and M2, the sum of their squared distances from **that** mean. (The std is the root of M2 / (n - 1).) Now
-# put parts a and b together, with d = mean_b - mean_a and n = n_a + n_b. The mean of both lies on the way from mean_a
-# to mean_b, the nearer to b the more values b has:
+# merge parts a and b, with d = mean_b - mean_a and n = n_a + n_b. The mean of both lies on the way from mean_a to
+# mean_b, the nearer to b the more values b has:
 #
 # $$\text{mean} = \text{mean}_a + d \cdot \frac{n_b}{n}$$
 #
@@ -223,9 +223,10 @@ plot.spread_of_parts(parts, caption="19.spread")
 # Chan, Golub and LeVeque (1979).
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 19.1 · Two parts together
+# ### Exercise 19.1 · Merge two parts
 #
-# `a` and `b` are tuples (n, mean, M2). Return that of both together. A part may be empty: (0, 0.0, 0.0). About 7 lines.
+# `a` and `b` are tuples (n, mean, M2). Return the tuple of the two merged. A part may be empty: (0, 0.0, 0.0). About 7
+# lines.
 
 # %% tags=["exercise"]
 def combine(a, b):
@@ -421,10 +422,10 @@ print(f"all four:  {both:.6f}")
 # If nothing was reduced while the run went on, the files of the ranks can still be reduced **afterwards**. They have
 # the mean and the std of each part. What they do not have is n. Here it follows from the shapes: a rank has 4 of the 8
 # samples, of 64 tokens each, and the MLP has 256 units, of which 128 lie on a rank; outside of it there are 64
-# features. So M2 = std² (n - 1), and the parts go together by the formula of section 3. Which ranks have parts is a
-# question of its own. Of this activation all four have one. The gradient of the layer's output is the same on both
-# ranks of tp, so one file of each tp group is enough. And the weight is cut over tp alone. Its parts are in the files
-# only if they have not been reduced by the rule, so we take the run with `--debug.reduce_weights false`.
+# features. So M2 = std² (n - 1), and the parts are merged by the formula of section 3. Which ranks hold parts depends
+# on the tensor. Of this activation all four hold one. The gradient of the layer's output is the same on both ranks of
+# tp, so one file of each tp group is enough. And the weight is cut over tp alone. Its parts are in the files only if
+# they have not been reduced by the rule, so we take the run with `--debug.reduce_weights false`.
 
 # %%
 from labcode.precision import moments
@@ -625,7 +626,7 @@ for name, loss in halves.items():
 # Attention may stay in FP8. So we leave it there, and put the products of the MLP back one by one. Look at the table of
 # section 2 once more: which tensors arrive nearly whole, and which operands has each product?
 #
-# **Predict.** Which single product of the MLP does most harm in FP8: "fprop", "dgrad", or "wgrad"?
+# **Predict.** Which single GEMM of the MLP does most harm in FP8: "fprop", "dgrad", or "wgrad"?
 
 # %% tags=["predict"]
 product_at_fault = "fprop"  # both of its operands have lost nearly everything
@@ -649,12 +650,12 @@ plot.bars(
 )
 
 # %% [markdown]
-# In fprop of the MLP an activation that has lost nearly everything meets a weight that has, too. In dgrad and in wgrad one
-# operand is the gradient, which arrives. Attention suffers the same losses, and the run bears them: only a run can say
-# what a lost value is worth.
+# In the MLP's fprop, an activation that has lost nearly everything is multiplied by a weight that has too. In dgrad and
+# wgrad one operand is the gradient, most of which survives. Attention suffers the same losses, and the run tolerates
+# them: only a run can say what a lost value is worth.
 #
-# (Begin such a search from the run that learns. From the other end it may find nothing: with fprop alone out of FP8 in
-# all layers, the other two products together still hold this run back.)
+# Begin such a search from the run that learns. From the other end it may find nothing: with only fprop out of FP8 in
+# all layers, the other two GEMMs together still hold this run back.
 #
 # The fault of this run, a wrong setting, was made for the lesson. In the long runs that have been published the cause grew
 # by itself: Fishman et al. (2024) trained a model of 7 billion parameters in FP8, which diverged after 200 billion tokens,
@@ -721,14 +722,14 @@ plot.lines(
 # %% [markdown]
 # ## 6. What the number of ranks changes (core, 20 min)
 #
-# A run on many ranks gives what it gives on one, but for rounding, and so do the statistics of section 4. Features that
-# change a tensor need not.
+# Up to rounding, a run on many ranks gives the same result as on one, and so do the statistics of section 4. With
+# features that change a tensor this need not hold.
 #
-# **Scales of shards.** With delayed scaling the ranks that have parts or copies of one tensor share its amax (lesson 18,
-# section 9), and cast with one scale. PerTensorScaling and FakeQuant take the amax of what lies on this rank, and send
-# nothing. `LogFp8TensorStats` shows both scales, as 1 / scale: `scale_inv_max` is that of the run's own cast. A name of a
-# recipe before it asks what another recipe would do: `fp8_current_scaling_scale_inv_max` is the scale from the rank's own
-# tensor, which PerTensorScaling would use.
+# **Scales of shards.** With delayed scaling the ranks that have parts or copies of one tensor share its amax (lesson
+# 18, section 9), and cast with one scale. PerTensorScaling and FakeQuant take the amax of what lies on this rank, and
+# send nothing. `LogFp8TensorStats` shows both scales, as 1 / scale: `scale_inv_max` is that of the run's own cast.
+# Prefixed with the name of a recipe, it says what that recipe would do: `fp8_current_scaling_scale_inv_max` is the
+# scale from the rank's own tensor, which PerTensorScaling would use.
 #
 # We train two steps on tp 4. tp cuts the weight of `mlp.up` into four parts, and its input is copied to all four ranks
 # (lesson 09). `--debug.reduce_weights false` lets each rank write what it has.
@@ -782,9 +783,9 @@ plot.bars(
 # %% [markdown]
 # (The delayed scale comes from the step before, when the largest value was a little smaller.)
 #
-# Other scales round to other numbers. How much does that change? FakeQuant in float32 shows it alone: all weights are
-# rounded to e4m3, and everything else is exact to 24 bits. The four ranks are laid out as tp 1, 2 and 4, the rest of
-# them being dp. The weights and the 8 samples of the first step are the same.
+# Different scales round to different numbers. How much does that matter? FakeQuant in float32 isolates it: all weights
+# are rounded to e4m3, and everything else is exact to 24 bits. The four ranks are laid out as tp 1, 2 and 4, the rest
+# of them being dp. The weights and the 8 samples of the first step are the same.
 #
 # **Predict.** The loss of the first step is 4.44. How far apart are the losses of the three layouts, about: "1e-7",
 # "1e-4", or "0.1"? First without FakeQuant, and then with it.
@@ -894,8 +895,8 @@ for name, losses in in_8_bits.items():
 # bfloat16 itself is a little different on each layout, as sums are rounded in another order. With a scale for each
 # shard the three runs are farther apart than with scales that all ranks share.
 #
-# **Micro-batches.** A step with four micro-batches calls each layer four times. Its lines are those of the whole step: a
-# weight, which stays the same during the step, counts once, and of everything else the parts are added up.
+# **Micro-batches.** A step with four micro-batches calls each layer four times. Its statistics cover the whole step: a
+# weight, which stays the same during the step, counts once, and everything else is accumulated over the micro-batches.
 #
 # Let each rank of dp have micro-batches of one sample. One run has one of them in a step, the other one four, so four
 # times as many samples. `l1_norm` is the sum of |x|. One more thing is needed: a step's loss is the mean over its samples,
@@ -982,7 +983,7 @@ class CountZeros(Feature):
         MetricLogger.log_scalar(f"{layer_name}_{tensor_name}_zeros", zeros, iteration)
 
 # %% [markdown]
-# To use it, it must stand in a file of a folder that `--debug.feature_dir` names, registered under its name. The next
+# To be used, it must be registered under its name in a file of the folder that `--debug.feature_dir` names. The next
 # cell writes such a file; look at its head. The YAML then names the feature like any other.
 
 # %% tags=["nbval-check-output"]
@@ -1064,12 +1065,12 @@ check("19.5", DeadUnits, ranks)
 # all sees to.)
 
 # %% [markdown]
-# ## 8. The first tensor that departs (core, 30 min)
+# ## 8. The first tensor that differs (core, 30 min)
 #
 # Statistics find what is wrong with a format. They do not find a bug that makes numbers a little wrong: a kernel with
-# an error, a rank with an old library, a tensor that is added twice. Then the question is another one. There are two
-# runs, one that is right and one that is not, with the same seed. **In which tensor do they depart first?** Nearly
-# everything after it is wrong too, as a consequence, and tells us nothing new.
+# an error, a rank with an old library, a tensor that is added twice. Then the question is a different one. Given two
+# runs with the same seed, one right and one wrong, **in which tensor do they first differ?** Nearly everything after it
+# is wrong too, as a consequence, and tells us nothing new.
 #
 # With `--debug.record_steps 1` each rank writes the tensors of the first step, in the order in which they are made,
 # each with its place in the whole: which samples, which tokens, which features. So runs on different grids can be
@@ -1079,9 +1080,10 @@ check("19.5", DeadUnits, ranks)
 # We plant a fault: on rank 1, the gradient of the input of `blocks.1.mlp.down` is too large by one part in a thousand.
 # Its product dx = dy W is wrong; forward is right.
 #
-# **Predict.** Does the loss of the first step differ, `True` or `False`? On how many ranks does the gradient of that
-# input depart? It goes back through the MLP's activation function and its first layer, behind which tp adds the parts
-# of its two ranks, 0 and 1 (lesson 09). On how many ranks does the gradient depart after that sum?
+# **Predict.** Does the loss of the first step differ, `True` or `False`? On how many ranks is the gradient of that
+# input different? It goes back through the MLP's activation function and its first layer, after which tp reduces the
+# partial results of its two ranks, 0 and 1 (lesson 09). On how many ranks is the gradient different after that
+# reduction?
 
 # %% tags=["predict"]
 loss_differs = False  # the fault is in backward
@@ -1118,7 +1120,7 @@ compare("after the sum", ranks_after_the_sum, len(after), within=1, found="count
 # A number that is not finite is never within the bound. And a comparison with *nan* is always False, as in lesson 18.
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 19.6 · The first departure
+# ### Exercise 19.6 · The first difference
 #
 # `rows` is a list of tensors in the order in which they are made. Each row has a name, `whole` (the tensor of the first
 # run), and `parts`: {rank: (where, part)}. `part` is what this rank holds in the second run, and `whole[where]` is what
@@ -1195,8 +1197,8 @@ print(f"nearest to its bound: {worst.error:.1e} of {worst.bound:.1e}")
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Mistakes in 19.6: the largest error for the first one, `error > bound` (False for nan), one rank
-# named where two depart, the error of the part by its own size. Ask: why only the first step? (After it Adam has
-# turned the rounding of small gradients into updates of full size: lr times a sign.)
+# named where two differ, the error of the part by its own size. Ask: why only the first step? (After it Adam has turned
+# the rounding of small gradients into updates of full size: lr times a sign.)
 
 # %% [markdown]
 # ## 9. Not a number (core, 10 min)
@@ -1206,7 +1208,7 @@ print(f"nearest to its bound: {worst.error:.1e} of {worst.bound:.1e}")
 # an infinity into the largest number of its format (exercise 18.4). What labcode's FP8 layer makes of it is finite in
 # forward and backward, with each of its recipes: the run goes on, wrong, and says nothing. So we look in float32.
 #
-# Let rank 3 (dp 1, tp 1) make a whole product infinite: forward of `blocks.1.mlp.up`.
+# Let the forward GEMM of `blocks.1.mlp.up` on rank 3 (dp 1, tp 1) return infinity everywhere.
 #
 # **Predict.** Gradients are averaged over dp at the end of the step. On how many of the four ranks is there a gradient
 # that is not finite?
@@ -1233,13 +1235,13 @@ print(line.replace(": ", ":\n  ", 1).replace("; ", ";\n  "))
 # %% [markdown]
 # (The training counts its steps from 1, and the files of statistics from 0.)
 #
-# The probe does nothing in a good step but one all-reduce of one number. When a step is bad, it runs once more, and now
-# the probe looks at every tensor. It looks at the product of each rank **before** tp adds the parts, because after that
-# sum the ranks of the group all have it. There is no common clock, so "first" is decided by order: forward before
-# backward, the stage of the pipeline, and how many tensors a rank has seen before.
+# In a good step the probe costs one all-reduce of one number. A bad step runs once more, and now the probe looks at
+# every tensor. It checks the GEMM of each rank **before** tp reduces the partial results, because afterwards all ranks
+# of the group have the bad values. There is no common clock, so "first" is decided by order: forward before backward,
+# the stage of the pipeline, and how many tensors a rank has seen before.
 #
 # On GPUs PyTorch has a coarser check of its own. With `TORCH_NCCL_NAN_CHECK=1` a rank stops at the first collective to
-# which it would bring a *nan*. That tells the rank and the step, and not the product.
+# which it would bring a *nan*. That names the rank and the step, but not the GEMM.
 #
 # **Takeaway: after the step every rank has nan. Ask for the first tensor, before the next collective has spread it.**
 
@@ -1401,7 +1403,7 @@ print(*[file.name for file in files], sep="\n")
 # distributed training). Its code hands the group to `gather_along_first_dim` of `nvdlfw_inspect`, which hands it to a
 # collective of torch.
 #
-# **Predict.** The numbers of how many of our four ranks come together if the group is None?
+# **Predict.** If the group is None, over how many of our four ranks is the mean taken?
 
 # %% tags=["predict"]
 come_together = 4  # torch takes None for the group of all ranks
@@ -1529,7 +1531,7 @@ ranks.close()
 # dp, it is one 64th of a mean; the largest value of the group may show that somebody is wrong, but not who.
 # </details>
 #
-# **4.** Two runs depart first in the *weight* of the first layer, before any product. What happened?
+# **4.** Two runs differ first in the *weight* of the first layer, before any matmul. What happened?
 #
 # <details><summary>Answer</summary>
 #

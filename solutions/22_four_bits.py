@@ -46,14 +46,14 @@ ranks = Ranks(2)
 # %% [markdown]
 # ## 1. A sum of 14 bits (core, 30 min)
 #
-# A product of matrices is many sums: each number of y = a bᵀ adds up K products. The product of two numbers of e4m3 has
-# at most 8 digits in binary, so it is exact in float32. What matters is what the sum keeps.
+# Each entry of a matmul y = a bᵀ is a sum of K products. The product of two e4m3 numbers has at most 8 significant
+# bits, so it is exact in float32. What matters is how many bits the accumulator keeps.
 #
 # A tensor core does not add one product after the other. One instruction of a Hopper GPU takes 32 products of FP8 and
-# the sum so far. It shifts all of them until they have the exponent of the **largest** one, as one puts decimal points
-# below each other before adding, and it keeps 13 bits behind the leading one. What hangs over at the right is dropped.
-# This is what DeepSeek-AI (2024, sections 3.3.2 and 3.5.2) report; NVIDIA publishes no such detail. We assume that
-# dropping means towards zero. Blackwell keeps more: users have measured 25 bits (DeepGEMM, issue 176).
+# the sum so far. It aligns all of them to the exponent of the **largest** one, as one lines up decimal points before
+# adding, and keeps 13 bits after the leading one. Everything further to the right is dropped. This is what DeepSeek-AI
+# (2024, sections 3.3.2 and 3.5.2) report; NVIDIA publishes no such detail. We assume that dropping means towards zero.
+# Blackwell keeps more: users have measured 25 bits (DeepGEMM, issue 176).
 #
 # For example, with 3 bits behind the leading one: the largest of 12, 1.9, -1.9 and 3.5 is 12 = 8 · 1.5, so the last bit
 # that is kept stands for 8 / 2^3 = 1. Each of the terms is cut to whole numbers, towards zero.
@@ -121,8 +121,8 @@ print(f"from 1,024 to 4,096: {factor:.1f} times as large")
 # whose unit is small, finds little to cut off.)
 #
 # The remedy of DeepSeek-V3 is to end the short sum early. After each **piece** of 128 products it is added to a sum in
-# float32, outside of the tensor core, and begins again at zero. (cuBLAS does the like where `use_fast_accum=False` is
-# given to `torch._scaled_mm`; Transformer Engine calls it `use_split_accumulator`.)
+# float32, outside of the tensor core, and begins again at zero. cuBLAS does something similar when `torch._scaled_mm`
+# is given `use_fast_accum=False`; Transformer Engine calls it `use_split_accumulator`.
 #
 # **Predict.** With pieces of 128, how large is the error at K = 4,096, as a multiple of the error of a sum that is only
 # 128 long?
@@ -194,8 +194,8 @@ worst = (lab.short_product(a, b) - truth).abs().max() / truth.abs().mean()
 print(f"largest error at K = 4,096: {worst:.1%}")
 
 # %% [markdown]
-# **Takeaway: a tensor core may keep fewer bits of a sum than its result has. The error grows with the length of the
-# sum. Short sums of 128 products, added up in float32, keep it as small as it is for 128 numbers.**
+# **Takeaway: a tensor core may accumulate with fewer bits than its result has, and the error grows with the length of
+# the sum. Ending the sum every 128 products and adding the pieces in float32 keeps the error at that of a sum of 128.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* The emulation follows the description in DeepSeek's report, not a data sheet: NVIDIA does not
@@ -223,8 +223,8 @@ plot.scale_blocks(
 # Let us put three massive numbers into a matrix of 256 × 512 ordinary ones: at (3, 100), (70, 100) and (200, 401). They
 # are so large that whatever shares a scale with one of them becomes zero.
 #
-# **Predict.** Which share of all numbers becomes zero with tiles of 1 × 128, and which with squares of 128 × 128? (Give
-# fractions, such as 0.1. A matrix of this size has 8 squares.)
+# **Predict.** What fraction of all numbers becomes zero with tiles of 1 × 128, and what fraction with squares of 128 ×
+# 128? (Give fractions, such as 0.1. A matrix of this size has 8 squares.)
 
 # %% tags=["predict"]
 lost_with_tiles = 3 * 127 / (256 * 512)
@@ -341,8 +341,8 @@ print(f"numbers that became zero: {(cast == 0).sum().item()} of 57")
 
 # %% [markdown]
 # This is worse than noise. In this token the right character is pushed up, and fifteen others are not pushed down for
-# it. The next token does the like with other characters, and the error has the same sign each time. A random error
-# averages out over many tokens, and this one adds up. An error that stays in the mean is called a **bias**.
+# it. The next token does the same with other characters, and the error has the same sign each time. A random error
+# averages out over many tokens; this one accumulates. An error that stays in the mean is called a **bias**.
 #
 # The blocks of this cast run along the characters, as the product dx = dy W needs them. For dW = dyᵀ x they run along
 # the tokens: a block is what sixteen tokens say about one character. Where it is the right character of one of them,
@@ -357,22 +357,22 @@ print(f"numbers that became zero: {(cast == 0).sum().item()} of 57")
 # how many bits does a number of NVFP4 take? (4 + 8/16 = 4.5, and one float32 for the tensor.)
 
 # %% [markdown]
-# ## 4. Rounding by chance (core, 30 min)
+# ## 4. Stochastic rounding (core, 30 min)
 #
-# **Stochastic rounding** takes one of the two neighbours by chance, and the nearer one more often. With a below and b
-# above:
+# **Stochastic rounding** picks one of the two neighbours at random, the nearer one more often. With a the neighbour
+# below and b the one above:
 #
 # $$P(b) = \frac{x - a}{b - a}, \qquad \text{so that the mean is} \quad a\,(1 - P) + b\,P = x$$
 #
 # For example, 2.25 lies between 2 and 3. It becomes 3 with probability 1/4. The mean of many casts is 2.25, and rounding
 # to nearest would always say 2.
 #
-# It has a price. A single cast may take the neighbour that is farther away. Let the two neighbours be 1 apart, and let
-# d be the distance of x from the lower one. Then the square of the error is d (1 - d) on average by chance. To nearest
-# it is the square of d or of 1 - d, whichever is smaller.
+# It has a price: a single cast may take the neighbour that is farther away. Let the two neighbours be 1 apart, with x a
+# distance d above the lower one. Then the mean squared error of stochastic rounding is d (1 - d), and that of rounding
+# to nearest is the smaller of d² and (1 - d)².
 #
-# **Predict.** How many times larger is the root mean square error of one cast by chance, compared with one to nearest?
-# (1, 1.4, or 2.)
+# **Predict.** How many times larger is the root mean square error of a single stochastic cast than that of one cast to
+# nearest? (1, 1.4, or 2.)
 
 # %% tags=["predict"]
 by_chance_over_nearest = 1.4  # mean of d(1-d) is 1/6, that of nearest is 1/12
@@ -393,10 +393,10 @@ ratio = error_of_mean(1, "stochastic") / error_of_mean(1, "nearest")
 compare("one cast", by_chance_over_nearest, ratio, within=1.1)
 
 # %% [markdown]
-# So one cast by chance is worse, by √2. Now take the mean of n casts, as a sum over many tokens does. An error by chance
-# shrinks with √n, as every mean of independent errors does, and the error to nearest stays as it is.
+# So a single stochastic cast is worse, by √2. Now take the mean of n casts, as a sum over many tokens does. Independent
+# errors average out, so the stochastic error falls as 1/√n, while the error of rounding to nearest stays as it is.
 #
-# **Predict.** How many times *smaller* is the error of the mean of 200 casts by chance than that of 200 casts to
+# **Predict.** How many times *smaller* is the error of the mean of 200 stochastic casts than that of 200 casts to
 # nearest?
 
 # %% tags=["predict"]
@@ -421,7 +421,7 @@ for name, rounding in {"to nearest": "nearest", "by chance": "stochastic"}.items
 plot.lines(means, x=sizes.tolist(), wide="by chance", caption="22.casts")
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 22.4 · The cast by chance
+# ### Exercise 22.4 · The stochastic cast
 #
 # Write the cast to e2m1 for a float32 tensor of any shape. `chance` has the same shape and holds random numbers from 0
 # to 1: use each once, for the number at its place, and draw none yourself. The result is float32. What is larger than 6
@@ -447,7 +447,7 @@ def to_e2m1(x, chance):
 check("22.4", to_e2m1)
 
 # %% [markdown]
-# The gradient of section 3 again, 1,000 times by chance. Its sum is 0 on average:
+# Here is the gradient of section 3 again, cast stochastically 1,000 times. Its sum is 0 on average:
 
 # %%
 gradient = torch.full((1, 57), 1 / 57)
@@ -461,35 +461,37 @@ for _ in range(1000):
 print(f"mean of the sums: {sum(sums) / 1000:+.3f}; to nearest: {nearest:+.3f}")
 
 # %% [markdown]
-# **Takeaway: rounding by chance makes each cast worse by √2 and the mean right. It is for what is summed over many
-# tokens and steps: gradients. Forward wants the smaller error, and rounds to nearest.**
+# **Takeaway: stochastic rounding makes each cast worse by √2 and the mean right. It is for gradients, which are summed
+# over many tokens and steps. Forward wants the smaller error of a single cast, and rounds to nearest.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* People draw with `torch.rand` inside, or use one chance for the whole tensor: then all errors of
-# a step point the same way. On several ranks the chances must be independent for what is reduced, and equal for what is
-# held twice, or copies drift apart. Ask: where else does stochastic rounding help? (Weights kept in bfloat16 without a
-# float32 copy: updates below half a spacing would be lost for ever.)
+# *For the instructor.* People draw with `torch.rand` inside, or use one random number for the whole tensor: then all
+# errors of a step point the same way. On several ranks the random numbers must be independent for what is reduced, and
+# equal for what is held twice, or copies drift apart. Ask: where else does stochastic rounding help? (Weights kept in
+# bfloat16 without a float32 copy: updates below half a spacing would be lost for ever.)
 
 # %% [markdown]
-# ## 5. Turning a block (core, 25 min)
+# ## 5. Rotating a block (core, 25 min)
 #
-# One large number in a block of 16 sets the scale of fifteen others. The idea against it: before the cast, replace the
-# 16 numbers by 16 mixtures of them, in which the large one is spread over all. The mixture must not change the result
-# of the product.
+# One large number in a block of 16 sets the scale of fifteen others. The remedy: before the cast, replace the 16
+# numbers by 16 linear combinations of them that spread the large one over all. This must not change the result of the
+# matmul.
 #
-# An orthogonal matrix, one with Q Qᵀ = I, is a rotation: it changes no length. We call it a **turn** here. If both operands are turned along the sum, the turns
-# cancel:
+# Multiplying by an orthogonal matrix, one with Q Qᵀ = I, changes no length. We call it a **rotation**. If both operands
+# are rotated along the dimension that the matmul sums over, the rotations cancel:
 #
 # $$(A\,Q)\,(B\,Q)^T = A\,Q\,Q^T B^T = A\,B^T$$
 #
-# The **Hadamard matrix** is a turn that mixes evenly, since all its entries have the same size. It is made by doubling:
+# The **Hadamard matrix**, scaled to Q below, is a rotation that mixes evenly, since all its entries have the same size.
+# It is built by doubling:
 #
 # $$H_1 = (1), \qquad H_{2n} = \begin{pmatrix} H_n & H_n \\ H_n & -H_n \end{pmatrix}, \qquad Q = H_{16} / \sqrt{16}$$
 #
 # For example, with 4 numbers and H₄ / 2 the row (8, 0, 0, 0) becomes (4, 4, 4, 4): the 8 is spread, and the length is 8
 # before and after.
 #
-# **Predict.** A block of 16 has one number of 24, and the others are 0. How large is the largest number after the turn?
+# **Predict.** A block of 16 has one number of 24, and the others are 0. How large is the largest number after the
+# rotation?
 
 # %% tags=["predict"]
 largest_after_turn = 24 / 4
@@ -501,9 +503,9 @@ after = lab.turned(block)
 compare("largest", largest_after_turn, after.abs().max().item(), within=1.001)
 
 # %% [markdown]
-# What if the numbers of a block are all alike, (3, 3, ... 3)? H would put them together into one large number. So each
-# place first gets a sign, + or -, drawn once for the whole training. That is the *random* Hadamard transform, x' = (x ·
-# signs) H / 4. The picture shows an ordinary block with one large number, before and after.
+# What if the numbers of a block are all alike, (3, 3, ... 3)? H would collect them into one large number. So each
+# position first gets a sign, + or -, drawn once for the whole training. This is the *random* Hadamard transform, x' =
+# (x · signs) H / 4. The picture shows an ordinary block with one large number, before and after.
 
 # %% tags=["figure"]
 block = torch.randn(1, 16, generator=torch.Generator().manual_seed(3))
@@ -536,14 +538,14 @@ def hadamard(x, signs):
 check("22.5", hadamard)
 
 # %% [markdown]
-# Does it help? We compute the weight gradient dW = dyᵀ x in NVFP4, rounded to nearest, with and without the turn, for
-# three pairs of tensors:
+# Does it help? We compute the weight gradient dW = dyᵀ x in NVFP4, rounded to nearest, with and without the rotation,
+# for three pairs of tensors:
 #
 # - **ordinary**: random numbers;
 # - **large numbers**: of these 2 in 100 are 20 times as large;
 # - **the head**: input and gradient of the last layer of a GPT after 80 steps, whose gradient is that of the logits.
 #
-# **Predict.** For which pair does the turn lower the error most: "ordinary", "large numbers" or "the head"?
+# **Predict.** For which pair does the rotation lower the error most: "ordinary", "large numbers" or "the head"?
 
 # %% tags=["predict"]
 helps_most = "the head"
@@ -577,11 +579,11 @@ for name, (plain, with_turn) in errors.items():
 
 # %% [markdown]
 # Large numbers by themselves are no trouble for a floating-point format: each is rounded relative to its own size, and
-# the small ones beside it count for little in the product. There the turn even costs something, since it spreads the
-# error of the large number too. It helps where the small numbers have one sign and are many: in the gradient of the
-# logits, whose loss was a bias. After the turn they are no longer small beside their neighbours.
+# the small ones beside it count for little in the product. There the rotation even costs something, since it spreads
+# the error of the large number as well. It helps where many small numbers share one sign, as in the gradient of the
+# logits, where losing them was a bias. After the rotation they are no longer small beside their neighbours.
 #
-# Rounding by chance cures the same ill. Here is the head with it:
+# Stochastic rounding cures the same bias. Here is the head with it:
 
 # %%
 dy, x = pairs["the head"]
@@ -590,40 +592,41 @@ both = error_of_product(dy, x, lab.turned, by_chance=True)
 print(f"the head, by chance: {alone:.3f}, by chance and turned: {both:.3f}")
 
 # %% [markdown]
-# With chance the turn gains nothing more in our small model. In the large one that NVIDIA trained it did, and their
-# recipe has both.
+# With stochastic rounding, the rotation gains nothing more in our small model. In the large one that NVIDIA trained it
+# did, and their recipe has both.
 #
-# In which product may it be used? Both operands must be turned along the sum. For y = x Wᵀ and dx = dy W that would
-# include the weight, whose squares would no longer be the same numbers in both. dW = dyᵀ x sums over the tokens and has
-# no weight in it. So Transformer Engine turns the operands of the weight gradient alone.
+# In which matmul may it be used? Both operands must be rotated along the summed dimension. In y = x Wᵀ and dx = dy W
+# one operand is the weight, and rotated for each it would no longer have the same values in both. dW = dyᵀ x sums over
+# the tokens and does not involve the weight. So Transformer Engine rotates only the operands of the weight gradient.
 #
-# **Takeaway: a turn of both operands along the sum cancels in the product. Before a cast it mixes each block, so that
-# small numbers are not lost beside a large one. In our three pairs it helped only where that loss was a bias. It is
-# used for the weight gradient alone.**
+# **Takeaway: a rotation of both operands along the summed dimension cancels in the matmul. Before a cast it mixes each
+# block, so that small numbers are not lost beside a large one. Of our three pairs it helped only the one where that
+# loss was a bias. It is used for the weight gradient only.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* H with all signs 1 passes on most data; ask for the block (3, ... 3). People divide by 16, the
-# size of the matrix, where it is √16. Ask: why 16 and not the whole row? (The turn should stay within a block of the
-# format, and its cost grows with the size.)
+# size of the matrix, where it is √16. Ask: why 16 and not the whole row? (The rotation should stay within a block of
+# the format, and its cost grows with the size.)
 
 # %% [markdown]
 # ## 6. A training in four bits (core, 35 min)
 #
-# Now all of it in one linear layer. The three products of lesson 18, and what each operand gets:
+# Now all of it in one linear layer. Here are the three matmuls of lesson 18, and what each operand gets:
 #
 # | product | sum over | operands in NVFP4 |
 # |---|---|---|
 # | y = x Wᵀ | features in | x in rows, to nearest; W by squares of 16 × 16, to nearest |
-# | dx = dy W | features out | dy in rows, by chance; the same W |
-# | dW = dyᵀ x | tokens | dyᵀ and xᵀ turned, in rows; dyᵀ by chance, xᵀ to nearest |
+# | dx = dy W | features out | dy in rows, stochastically; the same W |
+# | dW = dyᵀ x | tokens | dyᵀ and xᵀ rotated, in rows; dyᵀ stochastically, xᵀ to nearest |
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 22.6 · The three products
+# ### Exercise 22.6 · The three matmuls
 #
 # `x` is [T, H], `w` is [F, H], `dy` is [T, F]. Return y, dx and dw by the table.
 #
 # - `quantize(matrix)` returns the matrix as NVFP4 holds it, with its blocks along its **rows**, rounded to nearest.
-#   `quantize(matrix, by_chance=True)` rounds by chance, `quantize(matrix, square=True)` has a scale for each 16 × 16.
+#   `quantize(matrix, by_chance=True)` rounds stochastically, `quantize(matrix, square=True)` has a scale for each 16 ×
+#   16.
 # - `turn(matrix)` is the random Hadamard transform along the rows.
 # - The products themselves are plain `@`. Quantise the weight once.
 #
@@ -648,7 +651,7 @@ check("22.6", products)
 # We train the small GPT of lesson 18 for 120 steps. In bfloat16 we do it three times, from different random weights; we
 # call these **starts** 0, 1 and 2. In four bits all linear layers take part, the head as well:
 #
-# - **to nearest**: every cast is rounded to nearest, and nothing is turned;
+# - **to nearest**: every cast is rounded to nearest, and nothing is rotated;
 # - **gradients by chance**;
 # - **by chance and turned**: the recipe of the table;
 # - **the head in bfloat16**: the recipe, and the last layer left out of it.
@@ -699,9 +702,9 @@ plot.lines(
 )
 
 # %% [markdown]
-# Rounding to nearest leaves the band for the whole run. The other three stay within it or at its edge: from two runs with different
-# starts nobody could tell them from bfloat16. What shows small differences is the comparison from the *same* start, if
-# it comes out alike from another one:
+# Rounding to nearest leaves the band for the whole run. The other three stay within it or at its edge: from two runs
+# with different starts nobody could tell them from bfloat16. Small differences show only in a comparison from the
+# *same* start, repeated from another one:
 
 # %%
 for seed in (0, 1):
@@ -711,21 +714,21 @@ for seed in (0, 1):
     print(f"start {seed}: to nearest {nearest:+.3f}, gradients by chance {chance:+.3f}")
 
 # %% [markdown]
-# From both starts rounding by chance takes away most of what rounding to nearest loses. Leaving the head in bfloat16
-# takes away a part of the rest, from the one start that we tried: its gradients are those of section 3. Once there is
-# chance, the turn changes little here, as section 5 has measured.
+# From both starts stochastic rounding recovers most of what rounding to nearest loses. Leaving the head in bfloat16
+# takes away a part of the rest, from the one start that we tried: its gradients are those of section 3. With stochastic
+# rounding the rotation changes little here, as section 5 measured.
 #
-# This is a training of a minute on a model of 100,000 weights. NVIDIA (2025) trained one of 12 billion on 10 trillion
-# tokens with this recipe, with some 15 % of the linear layers in bfloat16. They report a loss close to that of FP8, and
-# a worse one if any one part is left out. What a small model forgives, a long training may not.
+# This is one minute of training on a model of 100,000 parameters. NVIDIA (2025) trained one of 12 billion on 10
+# trillion tokens with this recipe, with some 15 % of the linear layers in bfloat16. They report a loss close to that of
+# FP8, and a worse one if any one part is left out. What a small model forgives, a long training may not.
 #
 # **What stays in higher precision**, in published recipes: embeddings, the head, normalisations, the softmax of
 # attention, routers of experts, the first and last few blocks, and the float32 copy of the weights in the optimizer.
 # All of these are cheap, or their errors go into everything else.
 #
-# **Takeaway: in four bits it matters most that nothing is lost in the mean. Weights get squares, gradients are rounded by
-# chance, the weight gradient is turned, and the head stays out. Judge a recipe from the same start, beside a band of
-# other starts.**
+# **Takeaway: in four bits it matters most that rounding has no bias. Weights get square blocks, gradients are rounded
+# stochastically, the operands of the weight gradient are rotated, and the head stays out. Judge a recipe from the same
+# start, beside a band of other starts.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Both gaps come out alike from the two starts, to about a thousandth of a nat. Ask what a longer run would show: the gap of a bias grows as the true gradients
@@ -743,7 +746,7 @@ for seed in (0, 1):
 # | pieces of 128 | `MMParams(use_split_accumulator=True)`, for recipes with one scale a tensor | Ada, Hopper |
 # | tiles and squares of 128 | `Float8BlockScaling()`; scales are powers of two by default | Hopper; emulated by MXFP8 on Blackwell |
 # | four bits | `NVFP4BlockScaling()` | Blackwell |
-# | without chance, turn or squares | `disable_stochastic_rounding`, `disable_rht`, `disable_2d_quantization` | |
+# | without stochastic rounding, Hadamard transform or square blocks | `disable_stochastic_rounding`, `disable_rht`, `disable_2d_quantization` | |
 #
 # By its documentation NVFP4 makes the linear layers of a model with 5 billion parameters 2.03 times as fast as bfloat16
 # on a B300, casts included, and MXFP8 1.44 times. We have not measured either.
@@ -766,20 +769,20 @@ for seed in (0, 1):
 # take as many bytes as float32 itself.
 # </details>
 #
-# **3.** Why is an activation rounded to nearest and a gradient by chance?
+# **3.** Why is an activation rounded to nearest and a gradient stochastically?
 #
 # <details><summary>Answer</summary>
 #
-# A gradient is summed over tokens and steps, and there the mean counts. In forward no such sum makes the larger error of
-# a cast by chance good again: one cast to nearest is better by √2.
+# A gradient is summed over tokens and steps, and there the mean counts. In forward no such sum averages out the larger
+# error of a stochastic cast, and a single cast to nearest is better by √2.
 # </details>
 #
-# **4.** Somebody turns x and W for y = x Wᵀ, and only W for dx = dy W. What goes wrong?
+# **4.** Somebody rotates x and W for y = x Wᵀ, and only W for dx = dy W. What goes wrong?
 #
 # <details><summary>Answer</summary>
 #
-# In dx the turn does not cancel: the sum runs over the features out, and dy was not turned. The gradient is one of
-# another network.
+# In dx the rotation does not cancel: the sum runs over the output features, and dy was not rotated. The gradient is
+# that of another network.
 # </details>
 #
 # **5.** From lesson 18: a scale for each tensor has to be shared over ranks that hold parts of it. What has to be shared
@@ -808,8 +811,8 @@ for seed in (0, 1):
 #
 # - DeepSeek-AI 2024, *DeepSeek-V3 Technical Report*, arXiv:2412.19437, sections 3.3 and 3.5: sums of 14 bits, pieces,
 #   tiles.
-# - NVIDIA 2025, *Pretraining Large Language Models with NVFP4*, arXiv:2509.25149: squares, chance, turn, 12 billion
-#   weights on 10 trillion tokens.
+# - NVIDIA 2025, *Pretraining Large Language Models with NVFP4*, arXiv:2509.25149: square blocks, stochastic rounding,
+#   random Hadamard transforms, 12 billion parameters on 10 trillion tokens.
 # - Transformer Engine 2.20.0.dev0, `docs/features/low_precision_training`, August 2026: recipes, layouts, speedups.
 # - Gupta et al. 2015, *Deep Learning with Limited Numerical Precision*, arXiv:1502.02551: stochastic rounding.
 # - DeepGEMM, issue 176: <https://github.com/deepseek-ai/DeepGEMM/issues/176>: bits of a sum on Blackwell.
