@@ -196,7 +196,7 @@ class Need(NamedTuple):
 
 
 def needs(text: str) -> tuple[Need, ...]:
-    """What a lesson says behind **Needs**, read.
+    """What a lesson says that it needs, read.
 
     Args:
         text: "lesson 01 (sections 1 to 3). For section 5 also lesson 02 (section 1)."

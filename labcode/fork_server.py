@@ -80,12 +80,15 @@ class Child:
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
         with self._lock:
-            if self.returncode is None and self._pid is None and self._has_word(0):
-                self._pid = self._word()
-            if self.returncode is None and self._has_word(0):
-                code = self._word()
-                # without a word the server has ended, and its children with it
-                self.returncode = -signal.SIGKILL if code is None else code
+            # one look for each word: the number may come while the exit code is looked for
+            while self.returncode is None and self._has_word(0):
+                word = self._word()
+                if word is None:  # the server has ended, and its children with it
+                    self.returncode = -signal.SIGKILL
+                elif self._pid is None:
+                    self._pid = word
+                else:
+                    self.returncode = word
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:

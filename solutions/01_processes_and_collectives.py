@@ -787,7 +787,7 @@ if large > 5:
     found = "more than five times as long"
 LENGTHS = ("about as long", "two to five times as long", "more than five times as long")
 compare("my ring for 16 MiB", my_ring_takes, found, options=LENGTHS)
-print(f"my ring takes {large:.1f} times as long for 16 MiB, and {small:.1f} times for 1 KiB")
+print(f"my ring takes {large:.1f} times as long for 16 MiB, and {small:.1f} for 1 KiB")
 
 # %% [markdown]
 # For a large tensor the time goes into moving the bytes and adding them up, and your ring moves as many as theirs. The

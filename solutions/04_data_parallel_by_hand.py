@@ -843,7 +843,7 @@ def loss_of(model, inputs, targets, device):
 
 
 def train_epoch(model, optimizer, loader, device):
-    """Train on this rank's share; returns the mean loss of all ranks. `model` is DDP."""
+    """Train on this rank's share, in DDP; returns the mean loss of all ranks."""
     ### BEGIN SOLUTION
     total = torch.zeros((), device=device)
     for number, (inputs, targets) in enumerate(loader, 1):
@@ -908,7 +908,7 @@ def load(folder, model, optimizer, device):
 
 
 def run(folder, epochs):
-    """What each rank runs: train up to `epochs`, from the checkpoint if there is one."""
+    """On each rank: train up to `epochs`, from the checkpoint if there is one."""
     device = join()
     model = build_model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

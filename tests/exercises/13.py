@@ -916,7 +916,7 @@ UNITS = Answers(
         ),
         "two modules outside of all units": (
             changed(f"{OF_LAST} => pass", f"{OF_MODEL} => pass"),
-            "the model was not given to fully_shard",
+            "embedding.weight, norm.weight, norm.bias and head.weight are whole on every rank",
         ),
         "nothing": (
             changed(f"{OF_LAYERS} => pass", f"{OF_LAST} => pass", f"{OF_MODEL} => pass"),

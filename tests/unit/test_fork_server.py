@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import psutil
 import pytest
 from faults.waiting import until
 
-from labcode.fork_server import ForkServer
+from labcode.fork_server import NUMBER, Child, ForkServer
 
 
 @pytest.fixture(params=[True, False], ids=["forks", "spawns"])
@@ -98,6 +99,41 @@ def test_a_child_has_its_descriptors_its_variables_and_what_the_server_has_impor
     assert os.read(reader, 1000).decode() == f"here True {os.getcwd()}"
     os.close(reader)
     os.close(writer)
+
+
+class _BetweenTwoLooks(Child):
+    """A child whose number arrives as soon as somebody has looked for it in vain."""
+
+    def __init__(self, status, server):
+        super().__init__(status)
+        self.server = server
+        self.number_is_sent = False
+
+    def _has_word(self, timeout):
+        found = super()._has_word(timeout)
+        if not self.number_is_sent:
+            self.number_is_sent = True
+            self.server.sendall(NUMBER.pack(1234))
+        return found
+
+
+def test_a_number_that_comes_between_two_looks_is_no_exit_code():
+    ours, server = socket.socketpair()
+    with ours, server:
+        child = _BetweenTwoLooks(ours, server)
+        assert child.poll() is None
+        assert child.poll() is None
+        assert child.pid == 1234
+        server.sendall(NUMBER.pack(3))
+        assert child.wait(10) == 3
+
+
+def test_a_server_that_ends_without_a_word_has_killed_its_child():
+    ours, server = socket.socketpair()
+    with ours:
+        child = Child(ours)
+        server.close()
+        assert child.poll() == -signal.SIGKILL
 
 
 def test_children_draw_different_numbers(start):
