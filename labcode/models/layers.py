@@ -9,6 +9,7 @@ features of one head (H = N*D), F features inside the MLP. An attention that hol
 heads has a part of N and of K.
 """
 
+import fnmatch
 import hashlib
 import math
 from collections.abc import Sequence
@@ -265,6 +266,35 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     sin = sin[:, None]
     a, b = x.chunk(2, dim=-1)  # each [B, S, heads, D/2]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def freeze(model: nn.Module, names: Sequence[str]) -> None:
+    """Let some weights of a whole model be as they are; a tied weight is one under both its names.
+
+    Args:
+        model: Before it is put on a grid, whose layers keep what is frozen so.
+        names: Of weights or modules; a * stands for any part of a name, as in `blocks.*.mlp`.
+
+    Raises:
+        ValueError: A name is that of no weight, or nothing is left to train.
+
+    Held by: tests/ranks/test_parallel_parity.py::test_frozen_weights_train_like_one_process
+    """
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in names:
+        chosen = fnmatch.filter(weights, pattern) + fnmatch.filter(weights, f"{pattern}.*")
+        if not chosen:
+            modules = dict.fromkeys(name.partition(".")[0] for name in weights)
+            raise ValueError(
+                f"train.freeze={pattern} names no weight of this model: its weights are in "
+                f"{', '.join(modules)}, and a layer is blocks.0 or blocks.*"
+            )
+        for name in chosen:
+            weights[name].requires_grad_(False)
+    if names and not any(weight.requires_grad for weight in weights.values()):
+        raise ValueError(
+            f"train.freeze={','.join(names)} leaves nothing to train: name fewer modules"
+        )
 
 
 def initial_value(

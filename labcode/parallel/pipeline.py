@@ -220,7 +220,9 @@ class _Run:
             assert self.weights is not None
             (y * self.weights[number]).backward()
         else:
-            torch.autograd.backward(y, self._take("gradient", stage, number))
+            gradient = self._take("gradient", stage, number)
+            if y.requires_grad:  # it does not if this stage and all before it are frozen
+                torch.autograd.backward(y, gradient)
         if x is not None:
             assert x.grad is not None
             self._ready["gradient", stage - 1, number] = x.grad.contiguous()

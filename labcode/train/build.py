@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from labcode.comm.agreement import on_every_rank
 from labcode.comm.bootstrap import World
@@ -11,6 +12,7 @@ from labcode.comm.grid import Grid
 from labcode.config import Config, OptimConfig, TrainConfig
 from labcode.data.loader import Loader
 from labcode.data.sampler import Batches
+from labcode.models.layers import freeze
 from labcode.models.parallelize import parallelize
 from labcode.parallel.local import OuterOptimizer
 from labcode.parallel.model import ParallelModel
@@ -203,12 +205,23 @@ def _start(config: Config, task: Task, model: ParallelModel) -> None:
     open_start(config, task.model_config, task.tokenizer).read_into(model)
 
 
+def build_meta(config: Config, task: Task) -> nn.Module:
+    """The whole model without values, of which some weights may be frozen.
+
+    Raises:
+        ValueError: `train.freeze` names no weight, or all.
+    """
+    with torch.device("meta"):
+        model = task.build()
+    freeze(model, config.train.freeze)
+    return model
+
+
 def _model(
     config: Config, world: World, grid: Grid, task: Task, precision: Precision, fp8: Fp8 | None
 ) -> ParallelModel:
     """This rank's part of the model, with its initial weights."""
-    with torch.device("meta"):
-        model = task.build()
+    model = build_meta(config, task)
     if fp8 is not None:
         fp8.check_skipped(model)
     return parallelize(

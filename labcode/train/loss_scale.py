@@ -22,6 +22,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from labcode.train.optim import scale_gradients
+
 FIRST = 2.0**16
 GROWTH_INTERVAL = 2000  # good steps before the scale is doubled
 LEAST = 1.0
@@ -56,8 +58,7 @@ class LossScaler:
             scaled_norm: 2-norm of the whole model's gradient, as backward has left it.
         """
         if math.isfinite(scaled_norm):
-            grads = [param.grad for param in params if param.grad is not None]
-            torch._foreach_mul_(grads, 1 / self.scale)
+            scale_gradients(params, 1 / self.scale)
         return scaled_norm / self.scale
 
     def can_cure(self, norm: float, loss: float) -> bool:

@@ -119,6 +119,14 @@ def clip_gradients(params: Iterable[nn.Parameter], norm: float, max_norm: float)
 
     Source: Pascanu et al. 2013 (arXiv:1211.5063), section 3.2.
     """
-    grads = [p.grad for p in params if p.grad is not None]
     if max_norm and norm > max_norm:
-        torch._foreach_mul_(grads, max_norm / norm)
+        scale_gradients(params, max_norm / norm)
+
+
+def scale_gradients(params: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply all gradients of this rank, of which there may be none: a pipeline stage that is
+    frozen as a whole has no gradient.
+    """
+    grads = [param.grad for param in params if param.grad is not None]
+    if grads:  # or foreach raises
+        torch._foreach_mul_(grads, factor)

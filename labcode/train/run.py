@@ -28,7 +28,7 @@ from labcode.files import LOCK_NAME
 from labcode.precision import debug_config
 from labcode.topology import GridShape
 from labcode.train import attempts, failure
-from labcode.train.build import Training, build
+from labcode.train.build import Training, build, build_meta
 from labcode.train.capacity import check_memory, shared_memory
 from labcode.train.checkpoint.hub_files import open_start
 from labcode.train.checkpoint.store import Checkpoints
@@ -218,6 +218,7 @@ def _check_sizes(config: Config, world: World, shape: GridShape, task: Task) -> 
         ValueError: The grid does not fit the model, or no memory holds it.
     """
     config.parallel.check(task.model_config, shape)
+    build_meta(config, task)
     _check_start(config, task.model_config, task.tokenizer)
     ranks, memory_bytes = shared_memory(world, config.parallel.share_gpus)
     check_memory(task.model_config, config, shape, ranks, memory_bytes, num_samples=len(task.train))

@@ -126,12 +126,13 @@ def plain_run(config):
     """The same training written with PyTorch alone, on the whole model."""
     from labcode.data.sampler import Batches, validation_batches
     from labcode.models import gpt, vit
-    from labcode.models.layers import initialize
+    from labcode.models.layers import freeze, initialize
     from labcode.train.optim import learning_rate, make_optimizer
     from labcode.train.tasks import make_task
 
     task, batch = make_task(config), config.train.global_batch
     model = initialize(task.build(), config.train.seed).double()
+    freeze(model, config.train.freeze)
     optimizer = make_optimizer(model.parameters(), config.optim)
     batches = Batches(len(task.train), batch, dp_size=1, dp_coord=0, seed=config.train.seed)
 
@@ -147,7 +148,7 @@ def plain_run(config):
             group["lr"] = learning_rate(step, config.train.steps, config.optim)
         loss = loss_of(task.train, batches.next_indices())
         loss.backward()
-        grads = [param.grad for param in model.parameters()]
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         # clip_grad_norm_ does the same, but adds 1e-6 to the norm
         if norm > config.optim.clip_norm:
@@ -426,3 +427,39 @@ def test_activation_checkpointing_trains_like_one_process(
     chosen = {"parallel.pp": pp, "parallel.activation_checkpointing": kind}
     config = recipes.with_changes(MODELS[name], changes(dp, cp, tp, **(chosen | extra)))
     assert_same(pool.run(fit, config), reference(name))
+
+
+FRONT = ("embed", "blocks.0", "blocks.1")  # all of the first of two stages
+FROZEN = [  # (dp, pp, cp, tp): what is frozen, the model, and what else is switched on
+    ((1, 1, 1, 1), ("blocks.*.mlp",), TIED, {}),
+    ((1, 2, 1, 1), FRONT, GROUPED, {}),
+    ((1, 2, 1, 1), FRONT, GROUPED, {"parallel.pipeline_schedule": "zero_bubble"}),
+    ((1, 2, 1, 1), FRONT, GROUPED, {"parallel.activation_checkpointing": "full"}),
+    ((1, 2, 1, 1), ("blocks.2", "blocks.3", "norm", "head"), GROUPED, {}),
+    ((1, 2, 1, 1), ("blocks.*",), TIED, {}),
+    ((1, 4, 1, 1), ("embed", "blocks.0", "blocks.1", "blocks.2"), GROUPED, {}),
+    ((1, 2, 1, 2), FRONT, GROUPED, {"parallel.sequence_parallel": True}),
+    ((1, 2, 2, 1), FRONT, GROUPED, {}),
+    ((2, 2, 1, 1), FRONT, GROUPED, {"parallel.zero_stage": 1, "parallel.data_parallel": "labcode"}),
+    ((2, 2, 1, 1), FRONT, GROUPED, {"parallel.zero_stage": 3, "parallel.data_parallel": "labcode"}),
+    ((2, 2, 1, 1), ("embed",), TIED, {"parallel.data_parallel": "labcode"}),
+    ((2, 1, 1, 1), ("blocks.0", "blocks.*.norm1"), TIED, {"parallel.data_parallel": "ddp"}),
+    ((2, 1, 1, 1), FRONT, GROUPED, {"parallel.zero_stage": 3, "parallel.data_parallel": "ddp"}),
+    ((4, 1, 1, 1), FRONT, GROUPED, {"parallel.zero_stage": 2, "parallel.data_parallel": "ddp"}),
+    ((4, 1, 1, 1), FRONT, GROUPED, {"parallel.zero_stage": 3, "parallel.data_parallel": "labcode"}),
+    ((1, 1, 1, 4), ("blocks.*.norm1", "head"), GROUPED, {"parallel.sequence_parallel": True}),
+    ((1, 1, 4, 1), ("blocks.*",), WEATHER, {}),
+]
+
+
+@pytest.mark.parametrize(("grid", "frozen", "name", "extra"), FROZEN, ids=name_of)
+def test_frozen_weights_train_like_one_process(request, deep_reference, grid, frozen, name, extra):
+    """A stage that is frozen as a whole has nothing to do in backward, and is no special case."""
+    dp, pp, cp, tp = grid
+    pool = request.getfixturevalue(f"ranks{dp * pp * cp * tp}")
+    base = recipes.with_changes(
+        MODELS[name], {"model.num_layers": 4, "train.freeze": frozen, "optim.clip_norm": 0.002}
+    )
+    chosen = {"parallel.pp": pp, "train.micro_batch": 2}
+    config = recipes.with_changes(base, changes(dp, cp, tp, **(chosen | extra)))
+    assert_same(pool.run(fit, config), deep_reference(base))

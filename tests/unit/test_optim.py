@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from labcode import combinations, recipes
-from labcode.config import OptimConfig
+from labcode.config import GPTConfig, OptimConfig
+from labcode.models.gpt import GPT
+from labcode.models.layers import freeze
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
 
 CONFIG = OptimConfig(lr=1e-2, min_lr=1e-3, warmup_steps=10)
@@ -82,6 +84,26 @@ def test_clipping_scales_the_whole_gradient():
     assert params[1].grad.item() == 4.0  # 0 turns clipping off
     clip_gradients(params, norm=5.0, max_norm=1.0)
     assert math.hypot(*params[0].grad.tolist(), params[1].grad.item()) == pytest.approx(1.0)
+
+
+def test_a_rank_without_a_gradient_has_nothing_to_clip():
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    clip_gradients(frozen.parameters(), norm=5.0, max_norm=1.0)
+    assert all(param.grad is None for param in frozen.parameters())
+
+
+def test_a_frozen_model_says_what_can_be_frozen_and_leaves_something_to_train():
+    config = GPTConfig(7, 8, num_layers=2, num_heads=2, hidden_size=8)
+    model = GPT(config)
+    with pytest.raises(ValueError, match="its weights are in embed, positions, blocks"):
+        freeze(model, ["nose"])
+    freeze(model, ["blocks.*.mlp", "head.weight"])
+    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    # the head is the embedding, under another name
+    assert {"embed.weight", "blocks.0.mlp.up.weight", "blocks.1.mlp.down.bias"} <= frozen
+    assert len(frozen) == 1 + 2 * 4
+    with pytest.raises(ValueError, match="leaves nothing to train"):
+        freeze(model, ["*"])
 
 
 # ---- batch and rate
