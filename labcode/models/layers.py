@@ -159,13 +159,17 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, S, H] -> [B, S, H], through [B, S, F]."""
-        x = self.up(x)
-        if self.kind == "swiglu":
-            gate, up = x.chunk(2, dim=-1)
-            x = F.silu(gate) * up
-        else:
-            x = F.gelu(x, approximate="tanh" if self.kind == "gelu" else "none")
-        return self.dropout(self.down(x))
+        return self.dropout(self.down(activation(self.up(x), self.kind)))
+
+
+def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """What stands between the two products of an `MLP`: [.., F], or [.., 2F] for "swiglu", to
+    [.., F].
+    """
+    if kind == "swiglu":
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return F.gelu(x, approximate="tanh" if kind == "gelu" else "none")
 
 
 def norm_layer(hidden_size: int, kind: str, epsilon: float, bias: bool) -> nn.Module:

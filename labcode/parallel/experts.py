@@ -1,0 +1,215 @@
+"""Expert parallelism: each rank keeps some of the experts, and rows travel to them and back.
+
+The ranks of ep are neighbours of dp: each has tokens of its own, and all of them need all experts.
+Rank r keeps the experts `r E/ep .. (r+1) E/ep - 1`. A layer sends each row to the rank that keeps
+its expert, and what the expert makes of it back:
+
+    sort by expert -> all-to-all -> sort by expert again -> MLPs -> the way back -> weighted sum
+
+Both all-to-alls are uneven: how many rows go where is known only when the router has chosen, so a
+first one of ep numbers tells each rank how many to expect. An expert's gradient is complete where
+the expert is kept, over the tokens of all ranks of ep; it is averaged over the replicas of the
+expert, dp/ep ranks of dp, while all other weights are averaged over all of dp.
+
+tp cuts the features inside each expert, as in an MLP. The weights of the rows meet a partial sum
+there, so that their gradient is a partial sum too: they enter by the same gate as the tokens,
+`copy_to`, or under sequence parallelism `all_gather`. The router itself looks at a rank's own
+tokens, before the gate: behind an all-gather each rank of tp would hold the whole gradient of all
+tokens, and the sum over tp would be tp times too large.
+
+Shapes: B samples, S tokens, H hidden features, E experts, k experts of a token, F features inside
+one expert, R rows of this rank, R' rows that its experts get.
+
+Source: Lepikhin et al. 2020 (arXiv:2006.16668), section 3.2; Rajbhandari et al. 2022
+    (arXiv:2201.05596), section 5, for experts with tp.
+Held by: tests/ranks/test_experts.py
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labcode.comm.collectives import all_gather, copy_to, reduce_from, reduce_scatter
+from labcode.parallel.sequence import SEQUENCE_DIM
+from labcode.parallel.sharding import Shard
+
+MLPs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def exchange_rows(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send `sent[i]` rows to rank i of the group, and get `received[i]` rows from it.
+
+    Communicates: an uneven all-to-all each way; backward the gradients take the way back.
+
+    Args:
+        rows: [R, H], those for rank 0 first.
+        sent: Rows for each rank; their sum is R.
+        received: Rows of each rank; their sum is R'.
+        group: The ranks of ep.
+
+    Returns:
+        [R', H], those of rank 0 first.
+    """
+    return _Exchange.apply(rows, sent, received, group)
+
+
+class _Exchange(torch.autograd.Function):
+    """An uneven all-to-all; backward the one with sent and received exchanged."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        ctx.sent = sent
+        ctx.received = received
+        ctx.group = group
+        return _exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _exchange(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchange(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    if group.size() == 1:
+        return rows.view_as(rows)
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out
+
+
+class Travel:
+    """Brings rows to the ranks that keep their experts, and back.
+
+    Communicates: forward over ep the counts and then two all-to-alls of rows, backward two more:
+        each of `R H` numbers, of which those for experts of this rank stay.
+
+    Args:
+        ep: The ranks over which the experts are divided.
+    """
+
+    def __init__(self, ep: dist.ProcessGroup) -> None:
+        self.ep = ep
+
+    def __call__(self, rows: torch.Tensor, counts: torch.Tensor, mlps: MLPs) -> torch.Tensor:
+        """What each row's expert makes of it, wherever it is kept.
+
+        Args:
+            rows: [R, H], sorted by expert.
+            counts: [E], rows of each expert.
+            mlps: This rank's experts, `mlps(rows, counts)`.
+
+        Returns:
+            [R, H]
+        """
+        by_rank = counts.view(self.ep.size(), -1)  # [ep, E/ep]
+        theirs = torch.empty_like(by_rank)  # rows that arrive, by sender and expert
+        dist.all_to_all_single(theirs, by_rank.contiguous(), group=self.ep)
+        sent = by_rank.sum(1).tolist()
+        received = theirs.sum(1).tolist()
+        arrived = exchange_rows(rows, sent, received, self.ep)  # [R', H]
+        order = _by_expert(theirs)
+        done = mlps(arrived[order], theirs.sum(0))
+        return exchange_rows(done[_inverse(order)], received, sent, self.ep)
+
+
+def _by_expert(theirs: torch.Tensor) -> torch.Tensor:
+    """[R']: the rows that lie by sender and expert, in the order of experts alone."""
+    number = torch.arange(theirs.shape[1], device=theirs.device).repeat(theirs.shape[0])
+    return number.repeat_interleave(theirs.flatten()).argsort(stable=True)
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
+
+
+def divide_experts(
+    experts: Any, ep: dist.ProcessGroup, tp: dist.ProcessGroup, sequence: bool = False
+) -> nn.Module:
+    """Leave this rank its part of the experts, and let rows travel to them and back.
+
+    Communicates: what `Travel` does over ep; over tp what an MLP sends, and the weights of the
+        rows.
+
+    Args:
+        experts: A `models.moe.Experts`; it is changed in place, and keeps the names of its weights.
+        ep: The ranks over which the experts are divided.
+        tp: The ranks that share each expert.
+        sequence: Whether a rank of tp holds `[B, S/tp, H]` between the layers.
+
+    Raises:
+        ValueError: ep does not divide the experts, or tp their features.
+    """
+    num_experts, _, ffn_size = experts.down.shape
+    if num_experts % ep.size():
+        raise ValueError(
+            f"{num_experts} experts cannot be divided over ep = {ep.size()}: choose a divisor of "
+            "their number"
+        )
+    if ffn_size % tp.size():
+        raise ValueError(
+            f"an expert's {ffn_size} features cannot be cut over tp = {tp.size()}: choose a "
+            "divisor of them"
+        )
+    gated = experts.up.shape[1] == 2 * ffn_size
+    over_tp = {
+        "up": Shard(1, sections=(ffn_size, ffn_size) if gated else None),
+        "down": Shard(2),
+    }
+    for name, shard in over_tp.items():
+        whole = getattr(experts, name)
+        here = whole.detach().chunk(ep.size())[ep.rank()]
+        part = shard.take(here, tp.rank(), tp.size())
+        setattr(experts, name, nn.Parameter(part, requires_grad=whole.requires_grad))
+    experts.travel = Travel(ep)
+    experts.enter = _Enter(tp, sequence)
+    experts.leave = _Leave(tp, sequence)
+    return experts
+
+
+class _Enter:
+    """Tokens, weights and numbers of their experts, before computations that differ by rank of tp.
+
+    The weights are multiplied with partial sums, so they pass the same gate as the tokens.
+    """
+
+    def __init__(self, tp: dist.ProcessGroup, sequence: bool) -> None:
+        self.tp = tp
+        self.sequence = sequence
+
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if not self.sequence:
+            return copy_to(x, self.tp), copy_to(weights, self.tp), experts
+        return (
+            all_gather(x, self.tp, SEQUENCE_DIM),
+            all_gather(weights, self.tp, SEQUENCE_DIM),
+            all_gather(experts, self.tp, SEQUENCE_DIM),
+        )
+
+
+class _Leave:
+    """The sum over tp, whole or this rank's part of the sequence."""
+
+    def __init__(self, tp: dist.ProcessGroup, sequence: bool) -> None:
+        self.tp = tp
+        self.sequence = sequence
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.sequence:
+            return reduce_scatter(x, self.tp, SEQUENCE_DIM)
+        return reduce_from(x, self.tp)
