@@ -72,15 +72,20 @@ class _Transformer:
         return self.ffn_size or 4 * self.hidden_size
 
     def _layer_parameters(self, kv_heads: int, gated: bool = False, bias: bool = True) -> int:
-        """Parameters of all layers and of the final norm."""
+        """Parameters of all layers and of the final norm, if each layer has an MLP."""
         hidden = self.hidden_size
         inputs = hidden + bias  # of one output of a linear layer
         qkv = inputs * (self.num_heads + 2 * kv_heads) * self.head_size
         projection = inputs * hidden
-        up = inputs * self.ffn * (2 if gated else 1)
-        down = (self.ffn + bias) * hidden
+        mlp = self._mlp_parameters(self.ffn, gated, bias)
         norm = hidden + bias * hidden
-        return self.num_layers * (qkv + projection + up + down + 2 * norm) + norm
+        return self.num_layers * (qkv + projection + mlp + 2 * norm) + norm
+
+    def _mlp_parameters(self, ffn: int, gated: bool, bias: bool) -> int:
+        """Parameters of an MLP with so many features inside."""
+        up = (self.hidden_size + bias) * ffn * (2 if gated else 1)
+        down = (ffn + bias) * self.hidden_size
+        return up + down
 
     def _check_transformer(self) -> None:
         if self.hidden_size % self.num_heads:
@@ -117,9 +122,27 @@ class GPTConfig(_Transformer):
     bias: bool = True  # in linear layers and norms
     tie_embeddings: bool = True
     dropout: float = 0.0
+    num_experts: int = 0  # MLPs of each layer, of which a token uses some; 0: one MLP for all
+    experts_per_token: int = 2
+    expert_ffn_size: int | None = None  # features inside one expert; None: as ffn_size
+    shared_ffn_size: int = 0  # of an MLP beside the experts, for all tokens; 0: there is none
+    dense_layers: int = 0  # so many of the first layers have no experts
+    # rows of a sequence that an expert takes: so many times its even share; 0: all that come
+    expert_capacity: float = 0.0
+    # how scores become weights (models.moe.Router)
+    router: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax_of_chosen"
+    router_balance: float = 0.01  # weight of the balance loss of each sequence
+    router_z_loss: float = 0.0  # weight of the loss that keeps the router's logits small
+    router_bias_rate: float = 0.0  # how far each step moves the bias of a router to even its load
 
     def __post_init__(self) -> None:
         sizes = {"vocab_size": SIZE, "context_length": SIZE, "num_kv_heads": SIZE}
+        sizes |= {"num_experts": COUNT_OR_ZERO, "experts_per_token": COUNT}
+        sizes |= {"expert_ffn_size": SIZE, "shared_ffn_size": COUNT_OR_ZERO}
+        sizes |= {"dense_layers": COUNT_OR_ZERO, "expert_capacity": NOT_NEGATIVE}
+        sizes |= dict.fromkeys(
+            ("router_balance", "router_z_loss", "router_bias_rate"), NOT_NEGATIVE
+        )
         sizes |= {"rotary_base": ROTARY_BASE, "norm_epsilon": NORM_EPSILON}
         check_fields(self, "model", TRANSFORMER_RANGES | sizes)
         self._check_transformer()
@@ -138,6 +161,35 @@ class GPTConfig(_Transformer):
                 f"model.positions=rotary turns pairs of features, and head size {self.head_size} "
                 f"is odd (model.hidden_size={self.hidden_size} over "
                 f"model.num_heads={self.num_heads}): change one of them"
+            )
+        if self.num_experts:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"model.experts_per_token={self.experts_per_token} with "
+                f"model.num_experts={self.num_experts}: a token uses each expert once at most"
+            )
+        if 0 < self.expert_capacity < 1:
+            raise ValueError(
+                f"model.expert_capacity={self.expert_capacity:g}: below 1 rows are dropped even if "
+                "all experts get the same number, give at least 1, or 0 for no capacity"
+            )
+        if self.bias:
+            raise ValueError(
+                "model.num_experts with model.bias=True: experts have no biases here, as in all "
+                "published mixtures, give --model.bias False"
+            )
+        if self.dropout:
+            raise ValueError(
+                f"model.num_experts with model.dropout={self.dropout:g}: experts have no dropout "
+                "here, set it to 0"
+            )
+        if self.dense_layers >= self.num_layers:
+            raise ValueError(
+                f"model.dense_layers={self.dense_layers} of model.num_layers={self.num_layers} "
+                "leaves no layer with experts: give fewer, or --model.num_experts 0"
             )
 
     @property
@@ -163,7 +215,38 @@ class GPTConfig(_Transformer):
         embeddings = self.vocab_size if self.tie_embeddings else 2 * self.vocab_size
         positions = self.context_length if self.positions == "learned" else 0
         layers = self._layer_parameters(self.kv_heads, self.gated, self.bias)
+        with_experts = self.num_layers - self.dense_layers if self.num_experts else 0
+        layers += with_experts * (
+            self._experts_parameters(self.num_experts)
+            - self._mlp_parameters(self.ffn, self.gated, self.bias)
+        )
         return (embeddings + positions) * self.hidden_size + layers
+
+    @property
+    def expert_ffn(self) -> int:
+        """Features inside one expert."""
+        return self.expert_ffn_size or self.ffn
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those of `num_parameters` that one token uses."""
+        if not self.num_experts:
+            return self.num_parameters
+        idle = self._experts_parameters(self.num_experts)
+        idle -= self._experts_parameters(self.experts_per_token)
+        idle -= (self.num_experts - self.experts_per_token) * self._router_row
+        return self.num_parameters - (self.num_layers - self.dense_layers) * idle
+
+    @property
+    def _router_row(self) -> int:
+        """Parameters of a router for one expert: its row, and its bias if there is one."""
+        return self.hidden_size + (self.router_bias_rate > 0)
+
+    def _experts_parameters(self, num_experts: int) -> int:
+        """Of so many experts of a layer, with their rows of the router and the MLP beside them."""
+        shared = self._mlp_parameters(self.shared_ffn_size, self.gated, bias=False)
+        each = self._mlp_parameters(self.expert_ffn, self.gated, bias=False) + self._router_row
+        return num_experts * each + shared
 
 
 @dataclass(frozen=True)
@@ -302,6 +385,7 @@ class ParallelConfig:
     """
 
     dp: int | None = None  # ranks of data parallelism; None: all that the other axes leave
+    ep: int = 1  # of them neighbours over which the experts of a layer are divided
     pp: int = 1  # ranks of pipeline parallelism
     cp: int = 1  # ranks of context parallelism
     tp: int = 1  # ranks of tensor parallelism
@@ -324,7 +408,7 @@ class ParallelConfig:
     collective_timeout_s: float = 600.0  # so long a collective waits for a rank that does not come
 
     def __post_init__(self) -> None:
-        ranks = dict.fromkeys(("dp", "pp", "cp", "tp", "zero_replicas"), SIZE)
+        ranks = dict.fromkeys(("dp", "ep", "pp", "cp", "tp", "zero_replicas"), SIZE)
         others = {"stages_per_rank": LAYERS, "layers_per_stage": LAYERS, "bucket_mb": BUCKET_MB}
         others["collective_timeout_s"] = TIMEOUT_S
         others["zero_stage"] = Range(0, 3, "give 0 for none, or 1, 2 or 3")
@@ -359,7 +443,11 @@ class ParallelConfig:
         dp = self.dp
         if dp is None:
             dp = max(1, world_size // self.replica.world_size)
-        return replace(self.replica, dp=dp).check(world_size)
+        shape = replace(self.replica, dp=dp).check(world_size)
+        try:
+            return replace(shape, ep=self.ep)
+        except ValueError as error:
+            raise ValueError(f"parallel.{error}") from None
 
     @property
     def replica(self) -> GridShape:
@@ -428,6 +516,7 @@ class ParallelConfig:
             ValueError: One line on what does not fit and what to change.
         """
         self.check_model(model, shape)
+        self._check_experts(model)
         self._check_zero(model, shape)
 
     def check_model(self, model: ModelConfig, shape: GridShape) -> None:
@@ -440,6 +529,25 @@ class ParallelConfig:
                 "no dropout, set it to 0 or use --parallel.context_attention all_gather"
             )
         _check_sequence(model, shape, self.sequence_parallel)
+
+    def _check_experts(self, model: ModelConfig) -> None:
+        """Check what experts can be combined with."""
+        num_experts = model.num_experts if isinstance(model, GPTConfig) else 0
+        if self.ep > 1 and not num_experts:
+            raise ValueError(
+                f"parallel.ep={self.ep} divides experts, and this model has none: set it to 1, or "
+                "give --model.num_experts"
+            )
+        if num_experts % self.ep:
+            raise ValueError(
+                f"model.num_experts={num_experts} is not divisible by parallel.ep={self.ep}: "
+                "change one of them"
+            )
+        if num_experts and self.zero_stage:
+            raise ValueError(
+                f"parallel.zero_stage={self.zero_stage} with model.num_experts={num_experts}: "
+                "ZeRO does not know experts yet, set it to 0"
+            )
 
     def _check_zero(self, model: ModelConfig, shape: GridShape) -> None:
         """Check what ZeRO can be combined with."""

@@ -2,6 +2,10 @@
 
 dp   data parallel: the same model, other data          cp   context parallel: parts of the sequence
 pp   pipeline parallel: groups of layers                tp   tensor parallel: parts of each layer
+
+Expert parallelism is no fifth axis: its ranks are ranks of dp, which read samples of their own.
+
+ep   neighbours of dp, with different experts           edp  those of dp that keep the same ones
 """
 
 import itertools
@@ -10,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 AXES = ("dp", "pp", "cp", "tp")
+EXPERT_AXES = ("ep", "edp")  # the two into which dp is cut for experts
 
 
 @dataclass(frozen=True)
@@ -25,9 +30,11 @@ class GridShape:
     Args:
         dp, pp, cp, tp: Number of ranks along each axis, at least 1.
         order: All four axes, fastest-varying first, joined by "-".
+        ep: Over how many neighbours of dp experts are divided; a divisor of dp.
 
     Raises:
-        ValueError: A size below 1, or an order that does not name each axis once.
+        ValueError: A size below 1, an order that does not name each axis once, or an ep that does
+            not divide dp.
 
     Source: Megatron-LM, `megatron/core/parallel_state.py` (RankGenerator), for the meaning of
         `order`; Narayanan et al. 2021 (arXiv:2104.04473), section 3, for which axis belongs inside
@@ -40,9 +47,10 @@ class GridShape:
     cp: int = 1
     tp: int = 1
     order: str = "tp-cp-dp-pp"
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for axis in AXES:
+        for axis in (*AXES, "ep"):
             size = getattr(self, axis)
             if not isinstance(size, int) or size < 1:
                 raise ValueError(
@@ -53,6 +61,16 @@ class GridShape:
                 f"order={self.order!r}: name each of {', '.join(AXES)} once, fastest first, "
                 "as 'tp-cp-dp-pp'"
             )
+        if self.dp % self.ep:
+            raise ValueError(
+                f"dp={self.dp} is not divisible by ep={self.ep}: experts are divided over "
+                "neighbours of dp, so choose a divisor of it"
+            )
+
+    @property
+    def edp(self) -> int:
+        """How many ranks of dp keep the same experts."""
+        return self.dp // self.ep
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -70,7 +88,7 @@ class GridShape:
         Raises:
             ValueError: An unknown axis.
         """
-        _check_axes(axes)
+        _check_axes(axes, (*AXES, *EXPERT_AXES))
         return math.prod(getattr(self, axis) for axis in axes)
 
     def check(self, world_size: int) -> "GridShape":
@@ -132,7 +150,9 @@ class GridShape:
         Raises:
             ValueError: An unknown axis.
         """
-        _check_axes(axes)
+        _check_axes(axes, (*AXES, *EXPERT_AXES))
+        if not set(EXPERT_AXES).isdisjoint(axes):
+            return self._groups_of_experts(axes)
         inside = [axis for axis in self.axes if axis in axes]
         outside = [axis for axis in self.axes if axis not in axes]
         groups = []
@@ -140,6 +160,22 @@ class GridShape:
             group = [self.rank(**fixed, **moving) for moving in self._coords_over(inside)]
             groups.append(group)
         return groups
+
+    def coord(self, rank: int, axis: str) -> int:
+        """The coordinate of a global rank along one axis, which may be ep or edp."""
+        dp = self.coords(rank)["dp"]
+        of_experts = {"ep": dp % self.ep, "edp": dp // self.ep}
+        _check_axes([axis], (*AXES, *EXPERT_AXES))
+        return of_experts[axis] if axis in of_experts else self.coords(rank)[axis]
+
+    def _groups_of_experts(self, axes: Iterable[str]) -> list[list[int]]:
+        """As `groups`, where dp is cut into ep and edp: ranks that agree in all other axes."""
+        fixed = [axis for axis in ("pp", "cp", "tp", *EXPERT_AXES) if axis not in axes]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = tuple(self.coord(rank, axis) for axis in fixed)
+            groups.setdefault(place, []).append(rank)
+        return list(groups.values())
 
     def _coords_over(self, axes: list[str]) -> Iterator[dict[str, int]]:
         """All coordinates over `axes` as `{axis: coordinate}`, the first axis varying fastest."""
@@ -150,10 +186,11 @@ class GridShape:
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{axis}={self.size(axis)}" for axis in AXES)
-        return f"{sizes} ({self.order})"
+        experts = f", ep={self.ep} of dp" if self.ep > 1 else ""
+        return f"{sizes}{experts} ({self.order})"
 
 
-def _check_axes(axes: Iterable[str]) -> None:
+def _check_axes(axes: Iterable[str], known: tuple[str, ...] = AXES) -> None:
     for axis in axes:
-        if axis not in AXES:
+        if axis not in known:
             raise ValueError(f"there is no axis {axis!r}: the axes are {', '.join(AXES)}")

@@ -4,7 +4,7 @@
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from labcode.comm import bootstrap
-from labcode.topology import AXES, GridShape
+from labcode.topology import AXES, EXPERT_AXES, GridShape
 
 # What a group is for, kept in its `group_desc`. A grid reuses a group only if purpose and ranks are
 # the same. Pipelines of more than two ranks have a purpose of their own, because with them comes a
@@ -82,7 +82,7 @@ class Grid:
         # Every rank goes through the combinations in this order, or two ranks would wait for
         # different groups.
         for axes in _combinations():
-            larger = frozenset(axis for axis in axes if shape.size(axis) > 1)
+            larger = _that_count(shape, axes)
             if larger not in made:
                 made[larger] = _own_group(shape.groups(*larger), rank)
             groups[frozenset(axes)] = made[larger]
@@ -167,8 +167,7 @@ class Grid:
 
     def coord(self, axis: str) -> int:
         """This rank's coordinate along one axis."""
-        self.shape.size(axis)
-        return self.shape.coords(self.rank)[axis]
+        return self.shape.coord(self.rank, axis)
 
     def __repr__(self) -> str:
         return f"Grid({self.shape}, rank {self.rank} at {self.shape.coords(self.rank)})"
@@ -198,9 +197,18 @@ def made_by_grid(group: dist.ProcessGroup) -> bool:
 
 
 def _combinations() -> Iterator[tuple[str, ...]]:
-    """All combinations of axes, from none to all."""
+    """All combinations of axes, from none to all; then what experts need of those of dp."""
     for count in range(len(AXES) + 1):
         yield from itertools.combinations(AXES, count)
+    yield from (("ep",), ("edp",), ("edp", "cp"), ("ep", "tp"))
+
+
+def _that_count(shape: GridShape, axes: Iterable[str]) -> frozenset[str]:
+    """The axes of more than one rank; ep or edp is dp itself where the other has one rank."""
+    count = {axis for axis in axes if shape.size(axis) > 1}
+    if shape.ep == 1 or shape.edp == 1:
+        count = {"dp" if axis in EXPERT_AXES else axis for axis in count}
+    return frozenset(count)
 
 
 def _own_group(all_groups: list[list[int]], rank: int) -> dist.ProcessGroup:

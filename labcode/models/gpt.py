@@ -4,6 +4,7 @@ Shapes: B samples, S tokens, H hidden features, V vocabulary.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Self, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from labcode.config import GPTConfig, require
 from labcode.models.layers import Block, Rotary, initialize, norm_layer
+from labcode.models.moe import MoE
 
 
 class GPT(nn.Module):
@@ -41,7 +43,7 @@ class GPT(nn.Module):
         else:
             self.positions = Rotary(config.head_size, config.rotary_base)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(_block(config, number) for number in range(config.num_layers))
         self.norm = norm_layer(config.hidden_size, config.norm, config.norm_epsilon, config.bias)
         self.head = nn.Linear(config.hidden_size, vocab_size, bias=False)
         self.tie_weights()
@@ -114,7 +116,8 @@ class GPT(nn.Module):
         return self
 
 
-def _block(config: GPTConfig) -> Block:
+def _block(config: GPTConfig, number: int) -> Block:
+    has_experts = config.num_experts > 0 and number >= config.dense_layers
     return Block(
         config.hidden_size,
         config.num_heads,
@@ -126,6 +129,23 @@ def _block(config: GPTConfig) -> Block:
         norm_epsilon=config.norm_epsilon,
         mlp=config.mlp,
         bias=config.bias,
+        experts=partial(_moe, config) if has_experts else None,
+    )
+
+
+def _moe(config: GPTConfig) -> MoE:
+    return MoE(
+        config.hidden_size,
+        config.expert_ffn,
+        config.num_experts,
+        config.experts_per_token,
+        shared_ffn_size=config.shared_ffn_size,
+        kind=config.mlp,
+        capacity_factor=config.expert_capacity,
+        scoring=config.router,
+        balance=config.router_balance,
+        z_loss=config.router_z_loss,
+        bias_rate=config.router_bias_rate,
     )
 
 

@@ -12,7 +12,7 @@ heads has a part of N and of K.
 import fnmatch
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -22,6 +22,13 @@ from torch import nn
 from labcode.config import GPTConfig, ViTConfig
 
 INITIAL_STD = 0.02
+# the weights whose output is added to the residual stream
+LAST_OF_A_BRANCH = (
+    "attention.proj.weight",
+    "mlp.down.weight",
+    "mlp.shared.down.weight",
+    "mlp.experts.down",
+)
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin of `Rotary`, each [S, D/2]
 Model = TypeVar("Model", bound=nn.Module)
@@ -202,6 +209,7 @@ class Block(nn.Module):
         norm_epsilon: float = 1e-5,
         mlp: str = "gelu",
         bias: bool = True,
+        experts: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.norm1 = norm_layer(hidden_size, norm, norm_epsilon, bias)
@@ -209,7 +217,8 @@ class Block(nn.Module):
             hidden_size, num_heads, num_kv_heads, causal=causal, dropout=dropout, bias=bias
         )
         self.norm2 = norm_layer(hidden_size, norm, norm_epsilon, bias)
-        self.mlp = MLP(hidden_size, ffn_size, dropout, mlp, bias)
+        # experts: makes what stands in place of the MLP
+        self.mlp = experts() if experts else MLP(hidden_size, ffn_size, dropout, mlp, bias)
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
         """[B, S, H] -> [B, S, H]."""
@@ -327,7 +336,7 @@ def initial_value(
     if module.rpartition(".")[2].startswith("norm"):
         return torch.ones(shape, device="cpu")
     std = INITIAL_STD
-    if module.endswith(("attention.proj", "mlp.down")):
+    if name.endswith(LAST_OF_A_BRANCH):
         std = INITIAL_STD / math.sqrt(2 * config.num_layers)
     # Drawn in float64: the float32 sampler has one version per instruction set, and two CPUs
     # disagree in the last bits. Rounded to float32 at once, so that a float64 model starts from

@@ -73,9 +73,11 @@ class Router(nn.Module):
             tokens; 0: none.
 
     Attributes:
-        bias: [E], added to the scores for the choice alone, not for the weights.
+        bias: [E], added to the scores for the choice alone, not for the weights; None without
+            `bias_rate`. No gradient reaches it, so that an optimizer leaves it alone, and it is
+            stored and divided as the weights are.
         load: [E] int64, rows that each expert got in the forwards whose backward has run since
-            `rebalance`.
+            it was last zeroed.
         sum_counts: What adds up [B, E] counts over the ranks that hold other tokens of the same
             sequences; alone there are none.
         loss_scale: By which the losses of this router are multiplied in backward: what the mean
@@ -86,9 +88,6 @@ class Router(nn.Module):
         z-loss; DeepSeek-AI 2024 (arXiv:2412.19437), eq. 12 to 20, for the bias and the loss of
         each sequence.
     """
-
-    bias: torch.Tensor
-    load: torch.Tensor
 
     def __init__(
         self,
@@ -114,8 +113,10 @@ class Router(nn.Module):
         self.balance = balance
         self.z_loss = z_loss
         self.bias_rate = bias_rate
-        self.register_buffer("bias", torch.zeros(num_experts))
-        self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64))
+        self.bias = None
+        if bias_rate:
+            self.bias = nn.Parameter(torch.zeros(num_experts), requires_grad=False)
+        self.load: torch.Tensor | None = None
         self.sum_counts: Callable[[torch.Tensor], torch.Tensor] = _alone
         self.loss_scale: torch.Tensor | float = 1.0
 
@@ -134,7 +135,8 @@ class Router(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.to(wide), self.weight.to(wide))  # [B, S, E]
             scores = logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
-            experts = (scores + self.bias.to(wide)).topk(self.top_k, -1).indices
+            wanted = scores if self.bias is None else scores + self.bias.to(wide)
+            experts = wanted.topk(self.top_k, -1).indices
             weights = scores.gather(-1, experts)  # [B, S, k]
             if self.scoring != "softmax":
                 weights = weights / weights.sum(-1, keepdim=True)
@@ -148,15 +150,16 @@ class Router(nn.Module):
         counts = rows.new_zeros(rows.shape[0], self.num_experts)
         return counts.scatter_add_(1, rows, torch.ones_like(rows))
 
-    @torch.no_grad()
-    def rebalance(self) -> None:
-        """Move the bias of each expert towards an even load, and begin to count anew.
+    def move_of_bias(self, load: torch.Tensor) -> torch.Tensor:
+        """By how much a step moves the biases, towards an even load: [E], float64.
 
-        bias_e += rate * sign(mean load - load_e)
+            rate * sign(mean load - load_e)
+
+        Args:
+            load: [E] int64, rows of all tokens of the step.
         """
-        load = self.load.to(self.bias.dtype)
-        self.bias += self.bias_rate * (load.mean() - load).sign()
-        self.load.zero_()
+        wide = load.double()
+        return self.bias_rate * (wide.mean() - wide).sign()
 
     def _with_losses(
         self,
@@ -206,7 +209,8 @@ class _Hung(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.router.load += ctx.counts
+        load = ctx.router.load
+        ctx.router.load = ctx.counts if load is None else load + ctx.counts
         return grad, ctx.like_loss * ctx.router.loss_scale, None, None
 
 

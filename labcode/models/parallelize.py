@@ -79,7 +79,8 @@ def parallelize(
         model: A whole model; it is changed in place.
         grid: The grid of the job. Its sizes count, not those of `parallel`.
         parallel: What happens along the axes. With pp the gradients are always averaged by our own
-            DataParallel, because stages run backward several times before that.
+            DataParallel, because stages run backward several times before that; with ep too,
+            because DDP has one group for all weights.
         seed: Of a meta model's weights and of dropout; the generator of this process is seeded by
             it. None leaves it alone.
         device, dtype: Of a meta model's weights; None: the CPU, and the dtype it was built in.
@@ -134,7 +135,7 @@ def parallelize(
         if trains_alone:
             replica = LocalReplica(model)
         else:
-            replica = _replicate(model, grid, parallel, reduce_dtype, powersgd)
+            replica = _replicate(model, grid, parallel, reduce_dtype, powersgd, shardings)
     if compiled == "model":
         with_compiled_forward(model, compiler)
     if seed is not None:
@@ -214,11 +215,12 @@ def _describe_parameters(
     shardings = {}
     for name, _ in model.named_parameters():
         owner, _, kind = name.rpartition(".")
-        shard = getattr(model.get_submodule(owner), "shards", {}).get(kind)
+        cut = getattr(model.get_submodule(owner), "shards", {}).get(kind, {})
+        shards = {"tp": cut} if isinstance(cut, Shard) else cut
         shardings[name] = ParamSharding(
             shape=weights[name].shape,
-            shards={} if shard is None else {"tp": shard},
-            partial_over=plan.partial_over(shard is not None),
+            shards=shards,
+            partial_over=plan.partial_over(len(shards) > 0),
             tied=name in plan.tied and grid.size("pp") > 1,
         )
     return shardings
@@ -312,21 +314,30 @@ def _replicate(
     parallel: ParallelConfig,
     reduce_dtype: torch.dtype | None,
     powersgd: PowerSGD | None,
+    shardings: Mapping[str, ParamSharding],
 ) -> Replica:
     """Average gradients over dp, and sum them over cp in the same message.
 
     Every weight is partial over cp, since its ranks see different tokens. Megatron-LM and
-    torchtitan put cp and dp into one group in the same way.
+    torchtitan put cp and dp into one group in the same way. An expert has the tokens of all its
+    ranks of ep already, and is summed over the others of dp; it is divided by all of dp as well.
     """
     if parallel.zero_stage and not _is_torchs_zero_1(parallel):
         return _shard_over_dp(model, grid, parallel, reduce_dtype)
     group = grid.group("dp", "cp")
     num_shares = grid.size("dp")
-    if parallel.data_parallel == "ddp" and grid.size("pp") == 1:
+    by_torch = parallel.data_parallel == "ddp" and grid.size("pp") == 1
+    if by_torch and grid.size("ep") == 1:
         return TorchDataParallel(
             model, group, parallel.bucket_mb, num_shares, reduce_dtype, powersgd
         )
-    return DataParallel(model, group, parallel.bucket_mb, num_shares, reduce_dtype)
+    of_experts = {}
+    for name, param in model.named_parameters():
+        if "ep" in shardings[name].shards:
+            of_experts[param] = grid.group("edp", "cp")
+    return DataParallel(
+        model, group, parallel.bucket_mb, num_shares, reduce_dtype, groups=of_experts
+    )
 
 
 def _is_plain_ddp(grid: Grid, parallel: ParallelConfig) -> bool:

@@ -12,6 +12,7 @@ from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, ParallelConfig, ViTConfig
 from labcode.parallel.attention_block import own_chunks
 from labcode.parallel.context import GatherAttention, RingAttention, take_own
+from labcode.parallel.experts import divide_experts, summed
 from labcode.parallel.plan import PlanEntry, with_attributes
 from labcode.parallel.sequence import SEQUENCE_DIM
 from labcode.parallel.tensor import ColumnParallelLinear, RowParallelLinear
@@ -95,12 +96,32 @@ def block_entries(
     def context_attention(module: nn.Module) -> nn.Module:
         return CONTEXT_ATTENTION[parallel.context_attention](module, cp, layout)
 
+    def experts(module: nn.Module) -> nn.Module:
+        return divide_experts(module, grid.group("ep"), tp, sequence)
+
+    def router(module: nn.Module) -> nn.Module:
+        axes = ("cp", "tp") if sequence else ("cp",)
+        return with_attributes(module, {"sum_counts": partial(summed, group=grid.group(*axes))})
+
+    def shared_up(module: nn.Linear) -> nn.Module:
+        assert isinstance(config, GPTConfig)
+        rows = config.shared_ffn_size
+        return column(module, sections=(rows, rows) if config.gated else None)
+
     entries = [
         PlanEntry("blocks.*.attention.qkv", f"{enters}: whole heads of q, k and v", qkv),
         PlanEntry("blocks.*.attention.proj", leaves, row),
         PlanEntry("blocks.*.mlp.up", enters, up),
         PlanEntry("blocks.*.mlp.down", leaves, row),
     ]
+    if isinstance(config, GPTConfig) and config.num_experts:
+        whose = f"{config.num_experts // grid.size('ep')} of {config.num_experts} experts"
+        entries += [
+            PlanEntry("blocks.*.mlp.router", "looks at its own tokens", router),
+            PlanEntry("blocks.*.mlp.experts", f"{whose}; their features over tp", experts),
+            PlanEntry("blocks.*.mlp.shared.up", enters, shared_up),
+            PlanEntry("blocks.*.mlp.shared.down", leaves, row),
+        ]
     if heads.copies is not None:
         how = f"{heads.copies[1]} ranks share a key/value head"
         entries.append(PlanEntry("blocks.*.attention", how, around_the_heads))

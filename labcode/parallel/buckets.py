@@ -11,7 +11,7 @@ own there, which is copied into the view and let go of, one parameter at a time.
 Source: Li et al. 2020 (arXiv:2006.15704), section 3.2.3.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -115,7 +115,10 @@ def trained_last_first(module: nn.Module) -> list[nn.Parameter]:
 
 
 def cut_into_buckets(
-    params: Iterable[nn.Parameter], bucket_mb: float, first_bucket_mb: float | None = None
+    params: Iterable[nn.Parameter],
+    bucket_mb: float,
+    first_bucket_mb: float | None = None,
+    groups: Mapping[nn.Parameter, dist.ProcessGroup] | None = None,
 ) -> list[list[nn.Parameter]]:
     """Cut parameters, in the order in which their gradients come, into buckets.
 
@@ -125,7 +128,10 @@ def cut_into_buckets(
         params: In that order.
         bucket_mb: Size at which a bucket is full, in MB (1e6 bytes).
         first_bucket_mb: The same of the first one, if that is less: a small one leaves early.
+        groups: Of parameters that are summed over another group than the rest; a bucket holds those
+            of one group.
     """
+    groups = groups or {}
     if first_bucket_mb is None:
         first_bucket_mb = bucket_mb
     limit_bytes = 1e6 * min(bucket_mb, first_bucket_mb)
@@ -138,6 +144,7 @@ def cut_into_buckets(
             and filled_bytes + size_bytes <= limit_bytes
             and buckets[-1][0].dtype == param.dtype
             and buckets[-1][0].device == param.device
+            and groups.get(buckets[-1][0]) is groups.get(param)
         )
         if not fits:
             if buckets:

@@ -11,7 +11,7 @@ Source: Li et al. 2020 (arXiv:2006.15704), sections 3.2 and 4.2.
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,8 @@ class DataParallel(nn.Module):
         find_unused_parameters: Leave a parameter alone that no rank has used, as one process does:
             without it such a parameter gets a gradient of zero, and weight decay changes it. Costs
             one more all-reduce per step, of a number per parameter.
+        groups: {parameter: its own group} of those that fewer ranks hold copies of, as experts that
+            are divided over neighbours; their gradients are divided by `num_shares` too.
 
     Raises:
         ValueError: The ranks wrap modules with different parameters; on every rank.
@@ -85,10 +87,12 @@ class DataParallel(nn.Module):
         first_bucket_mb: float = 1,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
+        groups: Mapping[nn.Parameter, dist.ProcessGroup] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.group = group
+        self.groups = groups or {}
         self.bucket_mb = bucket_mb
         self.first_bucket_mb = first_bucket_mb
         self.reduce_dtype = reduce_dtype
@@ -102,10 +106,11 @@ class DataParallel(nn.Module):
         self._used: set[nn.Parameter] = set()
 
         _require_same_parameters(module, group)
-        first = dist.get_global_rank(group, 0)
         with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor, src=first, group=group)
+            for param in module.parameters():
+                _broadcast(param, self._group_of(param))
+            for buffer in module.buffers():
+                _broadcast(buffer, group)
         self._params = list(module.parameters())
         self._learn_order_from(trained_last_first(module))
 
@@ -133,7 +138,7 @@ class DataParallel(nn.Module):
         self._require_unchanged()
         for bucket in self.buckets:
             if bucket.work is None:
-                bucket.send(self.group, self.num_shares, self.reduce_dtype)
+                self._send(bucket)
         unused = self._unused_on_all_ranks() if self.find_unused_parameters else set()
         for bucket in self.buckets:
             bucket.receive(unused)
@@ -163,7 +168,14 @@ class DataParallel(nn.Module):
                 continue
             if candidate.missing:
                 break
-            candidate.send(self.group, self.num_shares, self.reduce_dtype)
+            self._send(candidate)
+
+    def _send(self, bucket: Bucket) -> None:
+        bucket.send(self._group_of(bucket.params[0]), self.num_shares, self.reduce_dtype)
+
+    def _group_of(self, param: nn.Parameter) -> dist.ProcessGroup:
+        """The ranks that hold copies of a parameter."""
+        return self.groups.get(param, self.group)
 
     # ---- between two steps
 
@@ -210,7 +222,7 @@ class DataParallel(nn.Module):
         """Gradients that are there already stay where they are until they are adopted."""
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
-        for params in cut_into_buckets(order, self.bucket_mb, self.first_bucket_mb):
+        for params in cut_into_buckets(order, self.bucket_mb, self.first_bucket_mb, self.groups):
             bucket = Bucket(params)
             self.buckets.append(bucket)
             for param in params:
@@ -249,6 +261,10 @@ class DataParallel(nn.Module):
             self._ready_order[param] = None
         if self.find_unused_parameters:
             self._used.add(param)
+
+
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
 
 
 def _when_ready(parallel: weakref.ref) -> Callable[[nn.Parameter], None]:

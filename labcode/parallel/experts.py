@@ -89,6 +89,18 @@ def _exchange(
     return out
 
 
+def summed(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Counts added up over the ranks that hold other tokens of the same sequences.
+
+    Communicates: an all-reduce of `B E` numbers; nothing if this rank holds whole sequences.
+    """
+    if group.size() == 1:
+        return counts
+    total = counts.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
 class Travel:
     """Brings rows to the ranks that keep their experts, and back.
 
@@ -165,15 +177,17 @@ def divide_experts(
             "divisor of them"
         )
     gated = experts.up.shape[1] == 2 * ffn_size
-    over_tp = {
+    features = {
         "up": Shard(1, sections=(ffn_size, ffn_size) if gated else None),
         "down": Shard(2),
     }
-    for name, shard in over_tp.items():
+    experts.shards = {}
+    for name, shard in features.items():
         whole = getattr(experts, name)
-        here = whole.detach().chunk(ep.size())[ep.rank()]
+        here = Shard(0).take(whole.detach(), ep.rank(), ep.size())
         part = shard.take(here, tp.rank(), tp.size())
         setattr(experts, name, nn.Parameter(part, requires_grad=whole.requires_grad))
+        experts.shards[name] = {"ep": Shard(0), "tp": shard}
     experts.travel = Travel(ep)
     experts.enter = _Enter(tp, sequence)
     experts.leave = _Leave(tp, sequence)

@@ -108,6 +108,11 @@ class ParallelModel(nn.Module):
         self.on_action: OnAction | None = None
         self.ranges: Ranges = unnamed
         self._pipelines: dict[int, Pipeline] = {}
+        # the routers of mixtures of experts, by name
+        self.routers: dict[str, Any] = {}
+        for name, module in self.module.named_modules():
+            if hasattr(module, "move_of_bias"):
+                self.routers[name] = module
 
     @property
     def module(self) -> nn.Module:
@@ -145,6 +150,8 @@ class ParallelModel(nn.Module):
         """
         with self.ranges("communication"):
             weights = [weight * loss_scale for weight in self._weights(batches)]
+        for router in self.routers.values():
+            router.loss_scale = loss_scale / len(batches)  # a mean over sequences, all alike
         if self.grid.size("pp") > 1:
             total = self._through_the_pipeline(batches, weights)
             self.finish_gradient_sync()
@@ -212,6 +219,28 @@ class ParallelModel(nn.Module):
         """After the optimizer's step: let all ranks of dp have the weights that each updated."""
         with self.ranges("communication"):
             self.replica.gather_parameters()
+
+    @torch.no_grad()
+    def rebalance(self) -> None:
+        """After the optimizer's step: move the biases of all routers by the load of this step.
+
+        Communicates: one all-reduce over all ranks that hold tokens of the batch, of `layers * E`
+            numbers; nothing without such biases.
+        """
+        loads = {}
+        for name, router in self.routers.items():
+            if router.bias is not None:
+                loads[name] = router.load
+            router.load = None
+        if not loads:
+            return
+        first = next(iter(loads))
+        axes = {"dp", *self.shardings[f"{first}.weight"].partial_over}
+        total = torch.stack(list(loads.values()))  # [layers, E]
+        dist.all_reduce(total, group=self.grid.group(*axes))
+        for name, load in zip(loads, total):
+            bias = self.weights[f"{name}.bias"]
+            bias += self.routers[name].move_of_bias(load).to(bias)
 
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the whole model's gradient, a float64 scalar; every rank calls it."""

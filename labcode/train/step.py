@@ -67,6 +67,7 @@ class TrainStep:
         with training.ranges("optimizer"):
             step = self._update(batches, loss, loss_scale, lr)
         training.model.gather_parameters()
+        training.model.rebalance()
         training.ranges.end_step()
         # only now: a step that was broken off does not count
         training.batches.advance()

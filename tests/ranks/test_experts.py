@@ -20,11 +20,12 @@ LOADS = ("as it comes", "one expert has none", "one expert has all")
 def made(load="as it comes", **options):
     """The same layer everywhere."""
     torch.manual_seed(5)
-    options = {"top_k": 2, "balance": 0.05, "z_loss": 0.01} | options
+    options = {"top_k": 2, "balance": 0.05, "z_loss": 0.01, "bias_rate": 0.1} | options
     top_k = options.pop("top_k")
     layer = MoE(HIDDEN, FFN, EXPERTS, top_k, **options).double()
     for param in layer.parameters():
-        torch.nn.init.normal_(param, std=0.7)
+        if param.requires_grad:
+            torch.nn.init.normal_(param, std=0.7)
     if load == "one expert has none":
         layer.router.bias[3] = -100.0
     if load == "one expert has all":

@@ -155,6 +155,9 @@ def plain_run(config):
             torch._foreach_mul_(grads, config.optim.clip_norm / norm)
         optimizer.step()
         optimizer.zero_grad()
+        for router in routers_of(model):
+            router.bias += router.move_of_bias(router.load)
+            router.load = None
         steps.append((loss.item(), norm.item()))
     (held_out,) = validation_batches(len(task.val), batch, dp_size=1, dp_coord=0, max_batches=1)
     with torch.no_grad():
@@ -164,6 +167,11 @@ def plain_run(config):
         "no step was clipped: the test would not see a wrong norm"
     )
     return steps, [validation], model.state_dict(), None
+
+
+def routers_of(model):
+    """Those of a mixture of experts whose biases even their load out."""
+    return [module for module in model.modules() if getattr(module, "bias_rate", 0)]
 
 
 def name_of(value):
@@ -463,3 +471,80 @@ def test_frozen_weights_train_like_one_process(request, deep_reference, grid, fr
     chosen = {"parallel.pp": pp, "train.micro_batch": 2}
     config = recipes.with_changes(base, changes(dp, cp, tp, **(chosen | extra)))
     assert_same(pool.run(fit, config), deep_reference(base))
+
+
+MIXTURE = recipes.with_changes(
+    MODELS[GROUPED],
+    {
+        "model.num_layers": 4,
+        "model.num_experts": 4,
+        "model.expert_ffn_size": 12,
+        "model.shared_ffn_size": 8,
+        "model.dense_layers": 1,
+        "model.router": "sigmoid",
+        "model.router_z_loss": 0.01,
+        "model.router_bias_rate": 0.01,
+    },
+)
+DROPS = recipes.with_changes(
+    MIXTURE,
+    {
+        "model.router": "softmax",
+        "model.expert_capacity": 1.0,
+        "model.router_bias_rate": 0.0,
+        "model.router_balance": 0.1,
+        "model.experts_per_token": 3,
+        "model.shared_ffn_size": 0,
+    },
+)
+SEQUENCE = {"parallel.sequence_parallel": True}
+EXPERTS = [  # (dp, ep, pp, cp, tp): the model, and what else is switched on
+    ((1, 1, 1, 1, 1), MIXTURE, {"train.micro_batch": 2}),
+    ((2, 1, 1, 1, 1), MIXTURE, {"train.micro_batch": 1}),
+    ((2, 2, 1, 1, 1), MIXTURE, {"train.micro_batch": 2}),
+    ((2, 2, 1, 1, 1), DROPS, {"parallel.bucket_mb": 1e-3}),
+    ((2, 2, 1, 1, 1), MIXTURE, {"parallel.activation_checkpointing": "full"}),
+    ((1, 1, 1, 1, 2), MIXTURE, {}),
+    ((1, 1, 1, 1, 2), MIXTURE, SEQUENCE),
+    ((1, 1, 1, 2, 1), MIXTURE, {}),
+    ((1, 1, 2, 1, 1), MIXTURE, {"train.micro_batch": 2}),
+    ((4, 2, 1, 1, 1), MIXTURE, {"train.micro_batch": 1}),
+    ((4, 4, 1, 1, 1), DROPS, {}),
+    ((2, 2, 1, 1, 2), MIXTURE, {**SEQUENCE, "train.micro_batch": 2}),
+    ((2, 2, 1, 1, 2), DROPS, {"parallel.order": "dp-tp-cp-pp"}),
+    ((2, 2, 1, 2, 1), MIXTURE, {}),
+    ((2, 2, 2, 1, 1), MIXTURE, {"train.micro_batch": 1}),
+    (
+        (2, 2, 2, 1, 1),
+        MIXTURE,
+        {"train.micro_batch": 1, "parallel.pipeline_schedule": "zero_bubble"},
+    ),
+    ((1, 1, 1, 2, 2), MIXTURE, {**SEQUENCE, "parallel.context_attention": "all_gather"}),
+]
+ON_EIGHT_EXPERTS = [
+    ((8, 4, 1, 1, 1), MIXTURE, {}),
+    ((4, 2, 1, 1, 2), MIXTURE, SEQUENCE),
+    ((2, 2, 2, 1, 2), MIXTURE, {**SEQUENCE, "train.micro_batch": 1}),
+    ((4, 4, 1, 2, 1), MIXTURE, {"train.micro_batch": 1}),
+    ((2, 2, 1, 2, 2), MIXTURE, SEQUENCE),
+    ((4, 2, 2, 1, 1), DROPS, {"train.micro_batch": 1}),
+]
+for each in ON_EIGHT_EXPERTS:
+    EXPERTS.append(pytest.param(*each, marks=pytest.mark.release))
+
+
+def id_of(value):
+    """The id of a grid or a model of experts."""
+    if isinstance(value, tuple):
+        return "-".join(map(str, value))
+    return {id(MIXTURE): "mixture", id(DROPS): "with drops"}.get(id(value))
+
+
+@pytest.mark.parametrize(("grid", "model", "extra"), EXPERTS, ids=id_of)
+def test_every_grid_of_experts_trains_like_one_process(request, deep_reference, grid, model, extra):
+    """Losses, norms and weights, the biases of the routers among them."""
+    dp, ep, pp, cp, tp = grid
+    pool = request.getfixturevalue(f"ranks{dp * pp * cp * tp}")
+    chosen = {"parallel.pp": pp, "parallel.ep": ep, "parallel.data_parallel": "labcode"}
+    config = recipes.with_changes(model, changes(dp, cp, tp, **(chosen | extra)))
+    assert_same(pool.run(fit, config), deep_reference(model))
