@@ -516,7 +516,7 @@ class ParallelConfig:
             ValueError: One line on what does not fit and what to change.
         """
         self.check_model(model, shape)
-        self._check_experts(model)
+        self._check_experts(model, shape)
         self._check_zero(model, shape)
 
     def check_model(self, model: ModelConfig, shape: GridShape) -> None:
@@ -530,7 +530,7 @@ class ParallelConfig:
             )
         _check_sequence(model, shape, self.sequence_parallel)
 
-    def _check_experts(self, model: ModelConfig) -> None:
+    def _check_experts(self, model: ModelConfig, shape: GridShape) -> None:
         """Check what experts can be combined with."""
         num_experts = model.num_experts if isinstance(model, GPTConfig) else 0
         if self.ep > 1 and not num_experts:
@@ -543,10 +543,21 @@ class ParallelConfig:
                 f"model.num_experts={num_experts} is not divisible by parallel.ep={self.ep}: "
                 "change one of them"
             )
-        if num_experts and self.zero_stage:
+        if self.ep > 1 and self.zero_replicas > 1:
             raise ValueError(
-                f"parallel.zero_stage={self.zero_stage} with model.num_experts={num_experts}: "
-                "ZeRO does not know experts yet, set it to 0"
+                f"parallel.zero_replicas={self.zero_replicas} with parallel.ep={self.ep}: dp is "
+                "cut for experts already, set one of them to 1"
+            )
+        if self.ep > 1 and self.zero_stage == 1 and self.data_parallel == "ddp":
+            raise ValueError(
+                f"parallel.zero_stage=1 with parallel.ep={self.ep} and parallel.data_parallel=ddp: "
+                "PyTorch's ZeroRedundancyOptimizer takes all weights of dp for copies, use "
+                "--parallel.data_parallel labcode"
+            )
+        if num_experts and shape.cp > 1 and isinstance(model, GPTConfig) and model.expert_capacity:
+            raise ValueError(
+                f"model.expert_capacity={model.expert_capacity:g} with parallel.cp={shape.cp}: "
+                "which rows of a sequence come first is known only where all of it is, set it to 0"
             )
 
     def _check_zero(self, model: ModelConfig, shape: GridShape) -> None:

@@ -200,13 +200,13 @@ def _combinations() -> Iterator[tuple[str, ...]]:
     """All combinations of axes, from none to all; then what experts need of those of dp."""
     for count in range(len(AXES) + 1):
         yield from itertools.combinations(AXES, count)
-    yield from (("ep",), ("edp",), ("edp", "cp"), ("ep", "tp"))
+    yield from (("ep",), ("edp",), ("edp", "cp"), ("ep", "tp"), ("ep", "edp", "tp"))
 
 
 def _that_count(shape: GridShape, axes: Iterable[str]) -> frozenset[str]:
-    """The axes of more than one rank; ep or edp is dp itself where the other has one rank."""
+    """The axes of more than one rank; ep and edp together are dp, or one of them if it is alone."""
     count = {axis for axis in axes if shape.size(axis) > 1}
-    if shape.ep == 1 or shape.edp == 1:
+    if shape.ep == 1 or shape.edp == 1 or count.issuperset(EXPERT_AXES):
         count = {"dp" if axis in EXPERT_AXES else axis for axis in count}
     return frozenset(count)
 

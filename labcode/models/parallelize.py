@@ -126,7 +126,8 @@ def parallelize(
     shardings = _describe_parameters(model, plan, weights, grid)
     draw = _Draw(model, shardings, grid, seed, plan.tied, device, dtype)
     if on_meta and _keeps_no_weight_whole(parallel):
-        replica = _draw_rows_of_each(model, grid, parallel, draw, reduce_dtype)
+        of_experts = _groups_of_experts(model, grid, shardings)
+        replica = _draw_rows_of_each(model, grid, parallel, draw, reduce_dtype, of_experts)
     else:
         if on_meta:
             # no rank waits in the broadcasts below for one that has not enough memory
@@ -278,6 +279,7 @@ def _draw_rows_of_each(
     parallel: ParallelConfig,
     draw: _Draw,
     reduce_dtype: torch.dtype | None,
+    of_experts: Mapping[nn.Parameter, dist.ProcessGroup],
 ) -> Replica:
     """Divide a meta model over dp; no rank ever holds more than one whole weight beside its rows.
 
@@ -294,6 +296,7 @@ def _draw_rows_of_each(
             num_shares=num_shares,
             replicas=others,
             materialize=draw.one,
+            groups=of_experts,
         )
 
     return on_every_rank(make)
@@ -322,8 +325,9 @@ def _replicate(
     torchtitan put cp and dp into one group in the same way. An expert has the tokens of all its
     ranks of ep already, and is summed over the others of dp; it is divided by all of dp as well.
     """
+    of_experts = _groups_of_experts(model, grid, shardings)
     if parallel.zero_stage and not _is_torchs_zero_1(parallel):
-        return _shard_over_dp(model, grid, parallel, reduce_dtype)
+        return _shard_over_dp(model, grid, parallel, reduce_dtype, of_experts)
     group = grid.group("dp", "cp")
     num_shares = grid.size("dp")
     by_torch = parallel.data_parallel == "ddp" and grid.size("pp") == 1
@@ -331,13 +335,19 @@ def _replicate(
         return TorchDataParallel(
             model, group, parallel.bucket_mb, num_shares, reduce_dtype, powersgd
         )
-    of_experts = {}
+    with_cp = dict.fromkeys(of_experts, grid.group("edp", "cp"))
+    return DataParallel(model, group, parallel.bucket_mb, num_shares, reduce_dtype, groups=with_cp)
+
+
+def _groups_of_experts(
+    model: nn.Module, grid: Grid, shardings: Mapping[str, ParamSharding]
+) -> dict[nn.Parameter, dist.ProcessGroup]:
+    """{weight of experts that ep divides: the ranks of dp that hold copies of it}."""
+    groups = {}
     for name, param in model.named_parameters():
-        if "ep" in shardings[name].shards:
-            of_experts[param] = grid.group("edp", "cp")
-    return DataParallel(
-        model, group, parallel.bucket_mb, num_shares, reduce_dtype, groups=of_experts
-    )
+        if "ep" in shardings[name].shards and grid.size("ep") > 1:
+            groups[param] = grid.group("edp")
+    return groups
 
 
 def _is_plain_ddp(grid: Grid, parallel: ParallelConfig) -> bool:
@@ -351,7 +361,11 @@ def _is_torchs_zero_1(parallel: ParallelConfig) -> bool:
 
 
 def _shard_over_dp(
-    model: nn.Module, grid: Grid, parallel: ParallelConfig, reduce_dtype: torch.dtype | None
+    model: nn.Module,
+    grid: Grid,
+    parallel: ParallelConfig,
+    reduce_dtype: torch.dtype | None,
+    of_experts: Mapping[nn.Parameter, dist.ProcessGroup],
 ) -> Replica:
     """Divide weights, gradients or the optimizer's state over dp; cp holds copies of the parts."""
     num_shares = grid.size("dp")
@@ -364,6 +378,7 @@ def _shard_over_dp(
             num_shares=num_shares,
             reshard_after_forward=not stays_whole,
             reduce_dtype=reduce_dtype,
+            experts=_modules_of(model, of_experts),
         )
     group, others = _groups_of_zero(grid, parallel)
     if stays_whole:
@@ -375,10 +390,27 @@ def _shard_over_dp(
             replicas=others,
             keep_gradients=parallel.zero_stage == 1,
             reduce_dtype=reduce_dtype,
+            groups=of_experts,
         )
     return FullyShardedModule(
-        model, group, reduce_dtype=reduce_dtype, num_shares=num_shares, replicas=others
+        model,
+        group,
+        reduce_dtype=reduce_dtype,
+        num_shares=num_shares,
+        replicas=others,
+        groups=of_experts,
     )
+
+
+def _modules_of(
+    model: nn.Module, params: Mapping[nn.Parameter, dist.ProcessGroup]
+) -> list[nn.Module]:
+    """The modules that some weights belong to."""
+    found = []
+    for module in model.modules():
+        if any(param in params for param in module.parameters(recurse=False)):
+            found.append(module)
+    return found
 
 
 def _describe_shards(
@@ -389,7 +421,8 @@ def _describe_shards(
     over_dp = Shard(0, copies=copies, apart=True, in_chunks=True)
     for name in replica.shards:
         sharding = shardings[name]
-        shardings[name] = replace(sharding, shards={**sharding.shards, "dp": over_dp})
+        axis = "edp" if "ep" in sharding.shards else "dp"
+        shardings[name] = replace(sharding, shards={**sharding.shards, axis: over_dp})
 
 
 def _seed_at(seed: int, grid: Grid, *axes: str) -> int:

@@ -239,8 +239,9 @@ class ParallelModel(nn.Module):
         total = torch.stack(list(loads.values()))  # [layers, E]
         dist.all_reduce(total, group=self.grid.group(*axes))
         for name, load in zip(loads, total):
-            bias = self.weights[f"{name}.bias"]
-            bias += self.routers[name].move_of_bias(load).to(bias)
+            bias = f"{name}.bias"
+            move = self.shardings[bias].own(self.routers[name].move_of_bias(load), self.grid)
+            self.weights[bias] += move.to(self.weights[bias])
 
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the whole model's gradient, a float64 scalar; every rank calls it."""

@@ -521,7 +521,22 @@ EXPERTS = [  # (dp, ep, pp, cp, tp): the model, and what else is switched on
     ),
     ((1, 1, 1, 2, 2), MIXTURE, {**SEQUENCE, "parallel.context_attention": "all_gather"}),
 ]
+for stage, whose in ((1, "labcode"), (2, "labcode"), (3, "labcode"), (2, "ddp"), (3, "ddp")):
+    zero = {"parallel.zero_stage": stage, "parallel.data_parallel": whose, "train.micro_batch": 1}
+    EXPERTS.append(((2, 2, 1, 1, 1), MIXTURE, zero))
+    EXPERTS.append(((4, 2, 1, 1, 1), MIXTURE, zero))
+ZERO_3 = {"parallel.zero_stage": 3, "parallel.data_parallel": "labcode", "train.micro_batch": 1}
+EXPERTS += [
+    ((2, 1, 1, 1, 1), DROPS, ZERO_3),
+    ((2, 2, 1, 1, 2), MIXTURE, {**ZERO_3, **SEQUENCE}),
+    ((2, 2, 1, 2, 1), MIXTURE, {**ZERO_3, "train.micro_batch": 2}),
+    ((2, 2, 2, 1, 1), DROPS, ZERO_3),
+    ((2, 2, 1, 2, 1), MIXTURE, {"parallel.zero_stage": 3, "parallel.data_parallel": "ddp"}),
+]
 ON_EIGHT_EXPERTS = [
+    ((4, 2, 1, 1, 2), MIXTURE, {**ZERO_3, **SEQUENCE}),
+    ((4, 2, 1, 2, 1), MIXTURE, {"parallel.zero_stage": 2, "parallel.data_parallel": "labcode"}),
+    ((4, 2, 1, 2, 1), MIXTURE, {"parallel.zero_stage": 3, "parallel.data_parallel": "ddp"}),
     ((8, 4, 1, 1, 1), MIXTURE, {}),
     ((4, 2, 1, 1, 2), MIXTURE, SEQUENCE),
     ((2, 2, 2, 1, 2), MIXTURE, {**SEQUENCE, "train.micro_batch": 1}),

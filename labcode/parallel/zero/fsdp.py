@@ -7,7 +7,7 @@ Source: docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from labcode.comm import bootstrap
 from labcode.comm.grid import Grid
+from labcode.parallel.zero.gradients import make_copies_equal
 
 
 class TorchFullyShardedModule(nn.Module):
@@ -28,6 +29,8 @@ class TorchFullyShardedModule(nn.Module):
     Args:
         module: The same module on every rank.
         grid: Weights are divided over its dp; the ranks of cp hold copies.
+        experts: Modules whose weights are divided over edp in place of dp, because each rank of ep
+            has others.
         num_replicas: Hybrid sharding: dp is so many copies.
         num_shares: By what the sum of the gradients is divided.
         reshard_after_forward: False keeps the weights whole until backward is done.
@@ -49,33 +52,41 @@ class TorchFullyShardedModule(nn.Module):
         num_shares: int,
         reshard_after_forward: bool,
         reduce_dtype: torch.dtype | None = None,
+        experts: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__()
-        with torch.no_grad():
-            copies = grid.group("dp", "cp")
-            for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor, src=dist.get_global_rank(copies, 0), group=copies)
+        groups = {}
+        for each in experts:
+            groups |= dict.fromkeys(each.parameters(), grid.group("edp", "cp"))
+        make_copies_equal(module, grid.group("dp", "cp"), (), groups)
         mesh = _mesh(grid, num_replicas)
         shard = partial(
             fully_shard,
-            mesh=mesh,
             reshard_after_forward=reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
         )
+        of_experts = _mesh_of(grid, grid.group("edp"), grid.group("cp")) if experts else mesh
+        for each in experts:
+            shard(each, mesh=of_experts)
         for child in module.modules():
             if isinstance(child, nn.ModuleList):
                 for layer in child:
                     if list(layer.parameters()):
-                        shard(layer)
-        shard(module)
+                        shard(layer, mesh=mesh)
+        shard(module, mesh=mesh)
         self.module = module
+        # FSDP2 divides by the size of the mesh by itself. It is not told to do what it does: with a
+        # factor set, and weights that are not cut but only copied, it divides twice by it if sums
+        # are in float64 or float16. So experts, of which a rank may be the only one to have them,
+        # are divided here.
         if num_shares != mesh.size():
-            # FSDP2 divides by the size of the mesh by itself. It is not told to do what it does:
-            # with a factor set, and weights that are not cut but only copied, it divides twice by
-            # it if sums are in float64 or float16.
             for child in module.modules():
-                if isinstance(child, FSDPModule):
+                if isinstance(child, FSDPModule) and child not in experts:
                     child.set_gradient_divide_factor(float(num_shares))
+        self._times: dict[str, float] = {}
+        for name, param in module.named_parameters():
+            is_expert = cast(DTensor, param).device_mesh == of_experts
+            self._times[name] = of_experts.size() / num_shares if is_expert and experts else 1.0
         self.shards: dict[str, nn.Parameter] = {}
         for name, param in module.named_parameters():
             rows = cast(DTensor, param).to_local().detach()
@@ -99,7 +110,7 @@ class TorchFullyShardedModule(nn.Module):
         """Hand the averages, which backward has made, to the shards."""
         for name, param in self.module.named_parameters():
             if param.grad is not None:
-                self.shards[name].grad = cast(DTensor, param.grad).to_local()
+                self.shards[name].grad = cast(DTensor, param.grad).to_local() * self._times[name]
             param.grad = None
 
     def gather_parameters(self) -> None:
@@ -109,7 +120,10 @@ class TorchFullyShardedModule(nn.Module):
 def _mesh(grid: Grid, num_replicas: int) -> DeviceMesh:
     """The mesh of FSDP2: the ranks over which weights are divided, after those that hold copies."""
     group, replicas = grid.split("dp", num_replicas)
-    copies = replicas if num_replicas > 1 else grid.group("cp")
+    return _mesh_of(grid, group, replicas if num_replicas > 1 else grid.group("cp"))
+
+
+def _mesh_of(grid: Grid, group: dist.ProcessGroup, copies: dist.ProcessGroup) -> DeviceMesh:
     device = bootstrap.device_type()
     if copies.size() == 1:
         return DeviceMesh.from_group(group, device, mesh_dim_names=("shard",))

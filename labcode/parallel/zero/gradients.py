@@ -15,7 +15,7 @@ Source: Rajbhandari et al. 2019 (arXiv:1910.02054), sections 5.1, 5.2 and 7.1.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +52,8 @@ class ShardedDataParallel(nn.Module):
             over them too.
         keep_gradients: Keep each gradient's memory until the optimizer has stepped (ZeRO-1).
         reduce_dtype: In which gradients travel and are summed; None: in their own.
+        groups: {parameter: its own group} of those that fewer ranks hold copies of, as experts that
+            are divided over neighbours.
 
     Attributes:
         shards: {name: this rank's rows of a trained weight}; they share the weight's memory. Their
@@ -71,8 +73,10 @@ class ShardedDataParallel(nn.Module):
         replicas: Sequence[dist.ProcessGroup] = (),
         keep_gradients: bool = False,
         reduce_dtype: torch.dtype | None = None,
+        groups: Mapping[nn.Parameter, dist.ProcessGroup] | None = None,
     ) -> None:
         super().__init__()
+        groups = groups or {}
         self.module = module
         self.group = group
         self.num_shares = num_shares or group.size()
@@ -80,21 +84,17 @@ class ShardedDataParallel(nn.Module):
         self.keep_gradients = keep_gradients
         self.reduce_dtype = reduce_dtype
         self._syncing = True
-        with torch.no_grad():
-            for copies in (group, *self.replicas):
-                first = dist.get_global_rank(copies, 0)
-                for tensor in (*module.parameters(), *module.buffers()):
-                    dist.broadcast(tensor, src=first, group=copies)
+        make_copies_equal(module, group, self.replicas, groups)
         own: dict[nn.Parameter, nn.Parameter] = {}
         for param in module.parameters():
             if param.requires_grad:
-                rows = piece_of(param.detach(), group.rank(), group.size())
-                own[param] = nn.Parameter(rows)
+                ranks = groups.get(param, group)
+                own[param] = nn.Parameter(piece_of(param.detach(), ranks.rank(), ranks.size()))
         self.shards = shards_by_name(module, own)
         self.buckets: list[ShardedBucket] = []
-        cut = cut_into_buckets(trained_last_first(module), bucket_mb)
+        cut = cut_into_buckets(trained_last_first(module), bucket_mb, groups=groups)
         for number, params in enumerate(cut):
-            self.buckets.append(ShardedBucket(params, own, group))
+            self.buckets.append(ShardedBucket(params, own, groups.get(params[0], group)))
             for param in params:
                 param.register_post_accumulate_grad_hook(_when_ready(weakref.ref(self), number))
 
@@ -134,7 +134,7 @@ class ShardedDataParallel(nn.Module):
         Communicates: one all-gather for each bucket.
         """
         for bucket in self.buckets:
-            gather_weights(bucket.params, self.group)
+            gather_weights(bucket.params, bucket.group)
 
     def _gradient_ready(self, bucket: "ShardedBucket", param: nn.Parameter) -> None:
         if not self._syncing:
@@ -204,6 +204,34 @@ class ShardedBucket:
             param.grad = None
         self.finish = None
         self.missing = set(self.params)
+
+
+@torch.no_grad()
+def make_copies_equal(
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    replicas: Iterable[dist.ProcessGroup],
+    groups: Mapping[nn.Parameter, dist.ProcessGroup],
+) -> None:
+    """Give all copies of a module the values of the first.
+
+    Communicates: a broadcast of each parameter and buffer in each group of ranks that hold copies.
+
+    Args:
+        module: The same module on every rank.
+        group: The ranks over which it is divided.
+        replicas: More groups that hold copies.
+        groups: {parameter: what it has in place of `group`}.
+    """
+    for param in module.parameters():
+        _broadcast(param, (groups.get(param, group), *replicas))
+    for buffer in module.buffers():
+        _broadcast(buffer, (group, *replicas))
+
+
+def _broadcast(tensor: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
+    for copies in groups:
+        dist.broadcast(tensor, src=dist.get_global_rank(copies, 0), group=copies)
 
 
 def shards_by_name(

@@ -21,6 +21,7 @@ Source: Rajbhandari et al. 2019 (arXiv:1910.02054), sections 5.3 and 7.2.2; Zhao
 Held by: tests/ranks/test_zero.py, tests/ranks/test_parallel_parity.py
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from labcode.comm.collectives import start_all_gather, start_reduce_scatter
 from labcode.parallel.zero.cut import Cut, piece_of
-from labcode.parallel.zero.gradients import shards_by_name
+from labcode.parallel.zero.gradients import make_copies_equal, shards_by_name
 
 Materialize = Callable[[str], torch.Tensor]
 
@@ -70,6 +71,8 @@ class FullyShardedModule(nn.Module):
         prefetch: Start to gather the next unit while one computes.
         materialize: `materialize(name)` is the whole value of a weight of a meta module: no rank
             ever holds more than one whole weight.
+        groups: {parameter: its own group} of those that fewer ranks hold copies of, as experts that
+            are divided over neighbours. They make a second unit of their layer.
 
     Attributes:
         shards: {name: this rank's rows of a weight}, frozen ones included; `.grad` is the average.
@@ -93,6 +96,7 @@ class FullyShardedModule(nn.Module):
         reshard_after_forward: bool = True,
         prefetch: bool = True,
         materialize: Materialize | None = None,
+        groups: Mapping[nn.Parameter, dist.ProcessGroup] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -102,21 +106,32 @@ class FullyShardedModule(nn.Module):
         self.prefetch = prefetch
         self._syncing = True
         self._in_backward = False
+        own_group = {name: (groups or {}).get(param) for name, param in module.named_parameters()}
         if materialize is not None:
             _leave_meta(module)
         names = {param: name for name, param in module.named_parameters()}
+        groups = {}
+        for param, name in names.items():
+            groups[param] = own_group[name] or group
         if materialize is None:
-            _broadcast(module, (group, *replicas))
+            make_copies_equal(module, group, replicas, groups)
         makes = _Makes(names, materialize, compute_dtype)
         average = _Average(group, tuple(replicas), num_shares or group.size(), reduce_dtype)
         chosen = _layers(module) if units is None else list(units)
-        self.units: list[Unit] = []
+        self._of_layer: list[list[Unit]] = []  # of each layer, one for each group
         shared = _used_outside(module, chosen)
         taken = set(shared)
         for layer in chosen:
-            own = [param for param in layer.parameters() if param not in taken]
-            taken.update(own)
-            self.units.append(Unit(own, makes, average))
+            by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+            for param in layer.parameters():
+                if param not in taken:
+                    by_group.setdefault(groups[param], []).append(param)
+            taken.update(layer.parameters())
+            own_units = []
+            for ranks, own in by_group.items():
+                own_units.append(Unit(own, makes, average.over(ranks)))
+            self._of_layer.append(own_units)
+        self.units = list(itertools.chain.from_iterable(self._of_layer))
         rest = [param for param in module.parameters() if param not in taken or param in shared]
         self.root = Unit(rest, makes, average)
         own_rows = {}
@@ -210,7 +225,8 @@ class FullyShardedModule(nn.Module):
             inside_backward = torch._C._current_graph_task_id() != -1
             is_last_use = parallel.reshard_after_forward or not torch.is_grad_enabled()
             if is_last_use and not inside_backward:
-                parallel.units[number].reshard()
+                for unit in parallel._of_layer[number]:
+                    unit.reshard()
 
         def before_backward(grad: torch.Tensor) -> None:
             parallel = _still_there(alive)
@@ -222,10 +238,12 @@ class FullyShardedModule(nn.Module):
 
     def _gather(self, number: int, step: int) -> None:
         """Have a unit whole now, and the next one soon."""
-        self.units[number].gather()
+        for unit in self._of_layer[number]:
+            unit.gather()
         neighbour = number + step
-        if self.prefetch and 0 <= neighbour < len(self.units):
-            self.units[neighbour].start_gather()
+        if self.prefetch and 0 <= neighbour < len(self._of_layer):
+            for unit in self._of_layer[neighbour]:
+                unit.start_gather()
 
     def _gradient_ready(self, unit: "Unit", param: nn.Parameter) -> None:
         """A weight has its gradient of this backward."""
@@ -449,6 +467,10 @@ class _Average:
         self.num_shares = num_shares
         self.dtype = dtype
 
+    def over(self, group: dist.ProcessGroup) -> "_Average":
+        """The same average over the ranks of another group."""
+        return _Average(group, self.replicas, self.num_shares, self.dtype)
+
 
 def _leave_meta(module: nn.Module) -> None:
     """Exchange the parameters of a meta module for empty ones; tied ones stay tied."""
@@ -483,15 +505,6 @@ def _used_outside(module: nn.Module, units: Iterable[nn.Module]) -> set[nn.Param
             for param in child.parameters(recurse=False):
                 users[param] = users.get(param, 0) + 2
     return {param for param, count in users.items() if count > 1}
-
-
-def _broadcast(module: nn.Module, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Make the copies of a module equal."""
-    with torch.no_grad():
-        for group in groups:
-            first = dist.get_global_rank(group, 0)
-            for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor, src=first, group=group)
 
 
 def _show_rows(module: nn.Module, rows: Mapping[nn.Parameter, nn.Parameter]) -> None:
