@@ -123,8 +123,31 @@ LAYOUTS = {  # name: (number of ranks, what makes the layout)
     ),
     "dp 4, two copies": (4, {"parallel.zero_stage": 3, "parallel.zero_replicas": 2, **OURS}),
 }
+EXPERTS = {  # the same for a model with experts
+    "experts on one process": (1, {}),
+    "experts, ep 2": (2, {"parallel.ep": 2}),
+    "experts, ep 4, ZeRO-1": (4, {"parallel.ep": 4, "parallel.zero_stage": 1, **OURS}),
+    "experts, tp 2": (2, {"parallel.tp": 2, **SEQUENCE}),
+    "experts, ep 2 of dp 4, ZeRO-3": (4, {"parallel.ep": 2, "parallel.zero_stage": 3, **OURS}),
+    "experts, ep 2, tp 2, ZeRO-3": (
+        4,
+        {"parallel.ep": 2, "parallel.tp": 2, "parallel.zero_stage": 3, **OURS},
+    ),
+    "experts, ep 2 of dp 4, FSDP2": (4, {"parallel.ep": 2, "parallel.zero_stage": 3}),
+    "experts, ep 2, pp 2": (4, {"parallel.ep": 2, "parallel.pp": 2, "train.micro_batch": 2}),
+}
 NO_DROPOUT = recipes.with_changes(
     CONFIG, {"model.dropout": 0.0, "model.num_heads": 4, "train.steps": 4}
+)
+MIXTURE = recipes.with_changes(
+    NO_DROPOUT,
+    {
+        "model.bias": False,
+        "model.mlp": "swiglu",
+        "model.num_experts": 4,
+        "model.shared_ffn_size": 8,
+        "model.router_bias_rate": 0.01,
+    },
 )
 
 
@@ -134,8 +157,16 @@ def pairs_of_layouts():
     Files name the part of the whole tensor that they hold, and no layout. So a pair that is not
     here writes and reads what two pairs of the ring do.
     """
-    names = list(LAYOUTS)
-    return list(zip(names, [*names[1:], names[0]]))
+    pairs = []
+    for names in (list(LAYOUTS), list(EXPERTS)):
+        pairs += zip(names, [*names[1:], names[0]])
+    return pairs
+
+
+def laid_out(name):
+    """(number of ranks, config) of a layout."""
+    size, changes = (LAYOUTS | EXPERTS)[name]
+    return size, recipes.with_changes(MIXTURE if name in EXPERTS else NO_DROPOUT, changes)
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +176,9 @@ def written_in(request, tmp_path_factory):
 
     def of(name):
         if name not in made:
-            size, changes = LAYOUTS[name]
+            size, config = laid_out(name)
             folder = tmp_path_factory.mktemp("layout")
             pool = request.getfixturevalue(f"ranks{size}")
-            config = recipes.with_changes(NO_DROPOUT, changes)
             rows, weights = pool.run(train, config, folder, None, 3)[0]
             made[name] = (folder, rows, weights)
         return made[name]
@@ -159,10 +189,9 @@ def written_in(request, tmp_path_factory):
 @pytest.mark.parametrize(("first", "second"), pairs_of_layouts())
 def test_a_run_goes_on_in_any_other_layout(request, written_in, tmp_path, first, second):
     folder, whole_rows, whole = written_in(first)
-    size, changes = LAYOUTS[second]
+    size, config = laid_out(second)
     start = tmp_path / "checkpoints" / "step-00000002"
     shutil.copytree(folder / "checkpoints" / start.name, start)
-    config = recipes.with_changes(NO_DROPOUT, changes)
     pool = request.getfixturevalue(f"ranks{size}")
     rows, again = pool.run(train, config, tmp_path, start, 3)[0]
     assert [row[0] for row in rows] == [3, 4]
