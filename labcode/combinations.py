@@ -6,7 +6,7 @@ which is the error; none where the feature is not asked for.
 
 from collections.abc import Iterator
 
-from labcode.config import Config
+from labcode.config import Config, GPTConfig
 from labcode.fields import shown
 from labcode.schedules import schedule
 from labcode.topology import GridShape
@@ -58,6 +58,7 @@ def problems(config: Config, shape: GridShape) -> Iterator[str]:
         noise_scale,
         powersgd,
         local_steps,
+        experts,
         probe,
         features_on_layers,
         fp8,
@@ -256,6 +257,42 @@ def local_steps(config: Config, shape: GridShape) -> Iterator[str]:
         yield (
             f"{asked} with train.eval_every={train.eval_every}: between two averages there is no "
             "common model to evaluate, give a multiple of local.steps"
+        )
+
+
+def experts(config: Config, shape: GridShape) -> Iterator[str]:
+    """model.num_experts, and parallel.ep, which divides them"""
+    train = config.train
+    model = config.model
+    num_experts = model.num_experts if isinstance(model, GPTConfig) else 0
+    asked = f"model.num_experts={num_experts}"
+    if not num_experts:
+        return
+    if train.compile != "none" or train.cuda_graphs:
+        yield (
+            f"{asked} with train.compile={train.compile} and train.cuda_graphs="
+            f"{train.cuda_graphs}: how many rows an expert gets is known only when the router has "
+            "chosen, leave both off"
+        )
+    if config.optim.name != "adamw":
+        yield (
+            f"{asked} with optim.name={config.optim.name}: the experts of a layer are one tensor, "
+            "and would get one norm together, use adamw"
+        )
+    divided = f"parallel.ep={shape.ep}"
+    if shape.ep == 1:
+        return
+    if config.local.steps:
+        yield f"{divided} with local.steps={config.local.steps}: no rank has a whole copy, use ep 1"
+    if train.noise_scale:
+        yield (
+            f"{divided} with train.noise_scale: the gradient of an expert comes from the "
+            "micro-batches of several ranks, use ep 1"
+        )
+    if train.powersgd_rank:
+        yield (
+            f"{divided} with train.powersgd_rank={train.powersgd_rank}: it is a hook of PyTorch's "
+            "DDP, which has one group for all weights, use ep 1"
         )
 
 

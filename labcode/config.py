@@ -126,7 +126,6 @@ class GPTConfig(_Transformer):
     experts_per_token: int = 2
     expert_ffn_size: int | None = None  # features inside one expert; None: as ffn_size
     shared_ffn_size: int = 0  # of an MLP beside the experts, for all tokens; 0: there is none
-    dense_layers: int = 0  # so many of the first layers have no experts
     # rows of a sequence that an expert takes: so many times its even share; 0: all that come
     expert_capacity: float = 0.0
     # how scores become weights (models.moe.Router)
@@ -139,7 +138,7 @@ class GPTConfig(_Transformer):
         sizes = {"vocab_size": SIZE, "context_length": SIZE, "num_kv_heads": SIZE}
         sizes |= {"num_experts": COUNT_OR_ZERO, "experts_per_token": COUNT}
         sizes |= {"expert_ffn_size": SIZE, "shared_ffn_size": COUNT_OR_ZERO}
-        sizes |= {"dense_layers": COUNT_OR_ZERO, "expert_capacity": NOT_NEGATIVE}
+        sizes |= {"expert_capacity": NOT_NEGATIVE}
         sizes |= dict.fromkeys(
             ("router_balance", "router_z_loss", "router_bias_rate"), NOT_NEGATIVE
         )
@@ -186,11 +185,6 @@ class GPTConfig(_Transformer):
                 f"model.num_experts with model.dropout={self.dropout:g}: experts have no dropout "
                 "here, set it to 0"
             )
-        if self.dense_layers >= self.num_layers:
-            raise ValueError(
-                f"model.dense_layers={self.dense_layers} of model.num_layers={self.num_layers} "
-                "leaves no layer with experts: give fewer, or --model.num_experts 0"
-            )
 
     @property
     def kv_heads(self) -> int:
@@ -215,11 +209,9 @@ class GPTConfig(_Transformer):
         embeddings = self.vocab_size if self.tie_embeddings else 2 * self.vocab_size
         positions = self.context_length if self.positions == "learned" else 0
         layers = self._layer_parameters(self.kv_heads, self.gated, self.bias)
-        with_experts = self.num_layers - self.dense_layers if self.num_experts else 0
-        layers += with_experts * (
-            self._experts_parameters(self.num_experts)
-            - self._mlp_parameters(self.ffn, self.gated, self.bias)
-        )
+        if self.num_experts:
+            mlp = self._mlp_parameters(self.ffn, self.gated, self.bias)
+            layers += self.num_layers * (self._experts_parameters(self.num_experts) - mlp)
         return (embeddings + positions) * self.hidden_size + layers
 
     @property
@@ -235,7 +227,7 @@ class GPTConfig(_Transformer):
         idle = self._experts_parameters(self.num_experts)
         idle -= self._experts_parameters(self.experts_per_token)
         idle -= (self.num_experts - self.experts_per_token) * self._router_row
-        return self.num_parameters - (self.num_layers - self.dense_layers) * idle
+        return self.num_parameters - self.num_layers * idle
 
     @property
     def _router_row(self) -> int:
@@ -542,6 +534,14 @@ class ParallelConfig:
             raise ValueError(
                 f"model.num_experts={num_experts} is not divisible by parallel.ep={self.ep}: "
                 "change one of them"
+            )
+        if isinstance(model, GPTConfig) and num_experts:
+            _check_divisible(
+                "model.expert_ffn_size",
+                model.expert_ffn,
+                shape.tp,
+                f"parallel.tp={shape.tp}",
+                "tp cuts each expert into equal parts, change one of them",
             )
         if self.ep > 1 and self.zero_replicas > 1:
             raise ValueError(

@@ -71,6 +71,25 @@ def gpt_tiny() -> Config:
     )
 
 
+def gpt_moe_tiny() -> Config:
+    """As gpt_tiny, with 8 experts in each layer, of which a character uses 2."""
+    tiny = gpt_tiny()
+    model = GPTConfig(
+        num_layers=2,
+        num_heads=4,
+        hidden_size=64,
+        context_length=128,
+        positions="rotary",
+        norm="rms",
+        mlp="swiglu",
+        bias=False,
+        num_experts=8,
+        experts_per_token=2,
+        expert_ffn_size=96,
+    )
+    return replace(tiny, name="gpt_moe_tiny", model=model)
+
+
 def gpt_10m() -> Config:
     """Shakespeare in BPE tokens, 10 M parameters in the layers: meant for a GPU."""
     return Config(
@@ -93,7 +112,7 @@ def vit_tiny() -> Config:
     )
 
 
-RECIPES = {recipe.__name__: recipe for recipe in (gpt_tiny, gpt_10m, vit_tiny)}
+RECIPES = {recipe.__name__: recipe for recipe in (gpt_tiny, gpt_moe_tiny, gpt_10m, vit_tiny)}
 
 
 def get(name: str) -> Config:

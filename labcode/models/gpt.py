@@ -43,7 +43,7 @@ class GPT(nn.Module):
         else:
             self.positions = Rotary(config.head_size, config.rotary_base)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(_block(config, number) for number in range(config.num_layers))
+        self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
         self.norm = norm_layer(config.hidden_size, config.norm, config.norm_epsilon, config.bias)
         self.head = nn.Linear(config.hidden_size, vocab_size, bias=False)
         self.tie_weights()
@@ -116,8 +116,7 @@ class GPT(nn.Module):
         return self
 
 
-def _block(config: GPTConfig, number: int) -> Block:
-    has_experts = config.num_experts > 0 and number >= config.dense_layers
+def _block(config: GPTConfig) -> Block:
     return Block(
         config.hidden_size,
         config.num_heads,
@@ -129,7 +128,7 @@ def _block(config: GPTConfig, number: int) -> Block:
         norm_epsilon=config.norm_epsilon,
         mlp=config.mlp,
         bias=config.bias,
-        experts=partial(_moe, config) if has_experts else None,
+        experts=partial(_moe, config) if config.num_experts else None,
     )
 
 

@@ -390,6 +390,11 @@ def family_of(config: GPTConfig) -> Family:
     Raises:
         ValueError: The hub has none.
     """
+    if config.num_experts:
+        raise ValueError(
+            f"model.num_experts={config.num_experts}: the mixtures of the hub each have files of "
+            "their own, and none of them is written here; the weights are in weights.pt"
+        )
     for family in FAMILIES.values():
         fixed = all(getattr(config, name) == value for name, value in family.fixed.items())
         if fixed and config.gated == (family is LLAMA):

@@ -135,7 +135,10 @@ class Transformer:
             learned_positions=model.positions == "learned",
             gated=model.gated,
             biases=model.bias,
-            **common,
+            experts=model.num_experts,
+            active_experts=model.experts_per_token if model.num_experts else 1,
+            shared_size=model.shared_ffn_size if model.num_experts else 0,
+            **(common | {"ffn_size": model.expert_ffn if model.num_experts else model.ffn}),
         )
 
     @functools.cached_property

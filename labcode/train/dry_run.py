@@ -126,8 +126,8 @@ def _config(words: Sequence[str]) -> tuple[Config, GPTConfig, GridShape]:
         size = getattr(config.data, "bpe_vocab_size", None) if bpe else SHIPPED_TOKENS
         model = replace(model, vocab_size=size)
     shape = config.parallel.shape(int(words[0]))
-    if shape.cp > 1 or config.parallel.zero_stage:
-        raise UsageError("the dry run has no cp and no ZeRO: leave them out")
+    if shape.cp > 1 or config.parallel.zero_stage or model.num_experts:
+        raise UsageError("the dry run has no cp, no ZeRO and no experts: leave them out")
     return config, model, shape
 
 

@@ -409,6 +409,8 @@ def who_and_where(config: Config, world: World, shape: GridShape) -> str:
     dist.all_gather_object(hosts, socket.gethostname())
     ranks = "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
     axes = " x ".join(f"{axis} {shape.size(axis)}" for axis in ("dp", "pp", "cp", "tp"))
+    if shape.ep > 1:
+        axes += f", experts over ep {shape.ep} of dp"
     accumulation = config.train.accumulation(shape.dp)
     micro_batch = config.train.global_batch // (shape.dp * accumulation)
     return (

@@ -480,7 +480,6 @@ MIXTURE = recipes.with_changes(
         "model.num_experts": 4,
         "model.expert_ffn_size": 12,
         "model.shared_ffn_size": 8,
-        "model.dense_layers": 1,
         "model.router": "sigmoid",
         "model.router_z_loss": 0.01,
         "model.router_bias_rate": 0.01,

@@ -39,6 +39,20 @@ from labcode.config import GPTConfig, ParallelConfig, TextData, TrainConfig, ViT
             r"2\*1\*1\*3 = 6 but WORLD_SIZE is 8: .* launch 6 ranks",
         ),
         (lambda: ParallelConfig(tp=3).shape(4), "= 3 but WORLD_SIZE is 4"),
+        (lambda: ParallelConfig(ep=4).shape(6), "parallel.dp=6 is not divisible by ep=4"),
+        (
+            lambda: GPTConfig(num_experts=4, experts_per_token=5, bias=False),
+            "experts_per_token=5 with model.num_experts=4",
+        ),
+        (
+            lambda: GPTConfig(num_experts=4, expert_capacity=0.5, bias=False),
+            "expert_capacity=0.5: below 1 rows are dropped",
+        ),
+        (lambda: GPTConfig(num_experts=4), "experts have no biases here"),
+        (
+            lambda: GPTConfig(num_experts=4, bias=False, dropout=0.1),
+            "dropout=0.1: experts have no dropout",
+        ),
     ],
 )
 def test_impossible_values_are_refused_in_one_line(make, message):

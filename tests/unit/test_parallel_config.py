@@ -1,5 +1,7 @@
 """A layout that cannot work is refused in one line, before any process group is made."""
 
+from dataclasses import replace
+
 import pytest
 
 from labcode import combinations, recipes
@@ -8,6 +10,8 @@ from labcode.topology import GridShape
 
 GPT = GPTConfig(vocab_size=83, context_length=48, num_heads=6, hidden_size=48, num_kv_heads=2)
 VIT = ViTConfig(num_variables=2, lat=30, lon=60, patch_size=5, num_heads=4)  # 6 x 12 = 72 patches
+MIXTURE = replace(GPT, num_experts=6, expert_ffn_size=20, bias=False)
+MANY = {"model.num_experts": 6, "model.bias": False, "train.global_batch": 12}
 
 
 @pytest.mark.parametrize(
@@ -85,6 +89,22 @@ VIT = ViTConfig(num_variables=2, lat=30, lon=60, patch_size=5, num_heads=4)  # 6
             {"context_attention": "star"},
             r"context_attention='star': choose ring or all_gather",
         ),
+        (GPT, {"dp": 2, "ep": 2}, {"ep": 2}, r"ep=2 divides experts, and this model has none"),
+        (MIXTURE, {"dp": 4, "ep": 4}, {"ep": 4}, r"num_experts=6 is not divisible by parallel.ep"),
+        (MIXTURE, {"tp": 6}, {}, r"expert_ffn_size=20 is not divisible by parallel.tp=6"),
+        (MIXTURE, {"dp": 2, "ep": 2}, {"ep": 2, "zero_stage": 1}, r"takes all weights of dp for"),
+        (
+            MIXTURE,
+            {"dp": 4, "ep": 2},
+            {"ep": 2, "zero_stage": 3, "zero_replicas": 2},
+            r"zero_replicas=2 with parallel.ep=2: dp is cut for experts already",
+        ),
+        (
+            replace(MIXTURE, expert_capacity=1.25),
+            {"cp": 2},
+            {},
+            r"expert_capacity=1.25 with parallel.cp=2: which rows of a sequence come first",
+        ),
     ],
 )
 def test_a_layout_that_cannot_work_is_refused_in_one_line(model, grid, options, message):
@@ -125,6 +145,11 @@ def test_a_layout_that_works_is_let_through(model, grid, options):
     [
         ({"parallel.tp": 3}, "model.num_heads=4 is not divisible"),
         ({"parallel.cp": 3, "model.context_length": 5}, "context_length"),
+        (MANY | {"train.compile": "block"}, "leave both off"),
+        (MANY | {"optim.name": "lamb"}, "would get one norm together, use adamw"),
+        (MANY | {"parallel.ep": 3, "train.noise_scale": True}, "micro-batches of several ranks"),
+        (MANY | {"parallel.ep": 3, "train.powersgd_rank": 2}, "one group for all weights, use ep"),
+        (MANY | {"parallel.ep": 3, "local.steps": 2}, "no rank has a whole copy"),
         (
             {"parallel.zero_stage": 1, "checkpoint.every": 5, "train.global_batch": 6},
             "ZeroRedundancyOptimizer, whose state must be gathered on one rank to be saved",

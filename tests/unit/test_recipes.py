@@ -17,7 +17,7 @@ def test_every_recipe_can_be_built_and_changed_field_by_field():
     [
         (
             lambda: recipes.get("gpt_huge"),
-            "unknown recipe 'gpt_huge': .*gpt_tiny, gpt_10m, vit_tiny",
+            "unknown recipe 'gpt_huge': .*gpt_tiny, gpt_moe_tiny, gpt_10m, vit_tiny",
         ),
         (lambda: recipes.gpt_shape("gpt_2b"), "unknown model shape 'gpt_2b'"),
         (

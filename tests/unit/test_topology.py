@@ -37,6 +37,19 @@ def test_groups_equal_megatron_rank_generation_for_every_shape_and_order(shape, 
     assert shape.groups(*axes) == expected
 
 
+@given(shapes, st.integers(1, 4), st.sets(st.sampled_from(("ep", "edp", "pp", "cp", "tp"))))
+def test_groups_of_experts_are_those_of_a_grid_in_which_dp_is_two_axes(shape, ep, axes):
+    """ep is the faster of the two: neighbours of dp keep different experts."""
+    cut = GridShape(shape.dp * ep, shape.pp, shape.cp, shape.tp, shape.order, ep=ep)
+    fine = {axis: cut.size(axis) for axis in ("pp", "cp", "tp", "ep", "edp")}
+    assert fine["ep"] * fine["edp"] == cut.dp
+    expected = megatron_groups(fine, shape.order.replace("dp", "ep-edp"), axes)
+    assert sorted(cut.groups(*axes)) == sorted(expected)
+    if axes.issuperset(("ep", "edp")):
+        others = axes - {"ep", "edp"}
+        assert sorted(cut.groups(*axes)) == sorted(cut.groups("dp", *others))
+
+
 def test_groups_equal_those_of_the_example_in_megatron_parallel_state():
     # 16 GPUs, tp=2, pp=4 and so dp=2, as in the docstring of initialize_model_parallel
     shape = GridShape(dp=2, pp=4, tp=2)
@@ -101,7 +114,11 @@ def test_the_first_axis_of_the_order_varies_fastest(shape):
         (lambda: GridShape(order="tp-dp"), "order='tp-dp'"),
         (lambda: GridShape(dp=2).rank(dp=2), "0 to 1"),
         (lambda: GridShape(dp=2).coords(2), "rank 2 is outside"),
-        (lambda: GridShape().groups("ep"), "there is no axis 'ep'"),
+        (lambda: GridShape().groups("mp"), "there is no axis 'mp'"),
+        (lambda: GridShape().groups("ep", "mp"), "there is no axis 'mp'"),
+        (lambda: GridShape(dp=4).rank(ep=1), "there is no axis 'ep'"),
+        (lambda: GridShape(ep=0), "ep=0"),
+        (lambda: GridShape(dp=6, ep=4), "dp=6 is not divisible by ep=4"),
     ],
 )
 def test_what_does_not_exist_is_refused_in_one_line(make, message):

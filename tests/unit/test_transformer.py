@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from labcode.config import GPTConfig, ViTConfig
+from labcode.models.gpt import GPT
 from labcode.perf.flops import training_flops_per_sample, transformer_flops_per_sample
 from labcode.perf.transformer import Transformer, load_model, model_names
 
@@ -25,6 +26,20 @@ GPTS = [
         norm="rms",
         mlp="swiglu",
         bias=False,
+    ),
+    GPTConfig(
+        vocab_size=50,
+        context_length=16,
+        num_heads=4,
+        hidden_size=32,
+        positions="rotary",
+        norm="rms",
+        mlp="swiglu",
+        bias=False,
+        num_experts=6,
+        experts_per_token=2,
+        expert_ffn_size=24,
+        shared_ffn_size=16,
     ),
 ]
 VIT = ViTConfig(num_variables=3, num_forcings=2, lat=20, lon=40, hidden_size=32, num_layers=2)
@@ -111,3 +126,16 @@ def test_what_does_not_exist_is_refused_in_one_line():
     with pytest.raises(ValueError, match="choose one of none, selective, full"):
         transformer_flops_per_sample(load_model("gpt-22b"), activation_checkpointing="some")
     assert len(model_names()) > 5
+
+
+def test_a_mixture_has_the_parameters_that_torch_counts_and_uses_those_of_its_chosen_experts():
+    config = replace(GPTS[-1], router_bias_rate=0.01)
+    model = GPT(config)
+    counts = {name: param.numel() for name, param in model.named_parameters()}
+    assert config.num_parameters == sum(counts.values())
+    idle = 0
+    for name, count in counts.items():
+        if ".experts." in name:
+            idle += count * 4 // 6  # a token uses 2 of 6
+    assert config.num_active_parameters == config.num_parameters - idle
+    assert GPTS[0].num_active_parameters == GPTS[0].num_parameters
