@@ -241,7 +241,8 @@ class ParallelModel(nn.Module):
         for name, load in zip(loads, total):
             bias = f"{name}.bias"
             move = self.shardings[bias].own(self.routers[name].move_of_bias(load), self.grid)
-            self.weights[bias] += move.to(self.weights[bias])
+            param = self.weights[bias]
+            param += move.to(param)
 
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the whole model's gradient, a float64 scalar; every rank calls it."""

@@ -128,6 +128,8 @@ class Transformer:
                 **common,
             )
         require(model, "vocab_size")
+        if model.num_experts:
+            common["ffn_size"] = model.expert_ffn
         return cls(
             outputs=model.vocab_size or 0,
             kv_heads=model.kv_heads,
@@ -138,7 +140,7 @@ class Transformer:
             experts=model.num_experts,
             active_experts=model.experts_per_token if model.num_experts else 1,
             shared_size=model.shared_ffn_size if model.num_experts else 0,
-            **(common | {"ffn_size": model.expert_ffn if model.num_experts else model.ffn}),
+            **common,
         )
 
     @functools.cached_property

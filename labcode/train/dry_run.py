@@ -127,7 +127,7 @@ def _config(words: Sequence[str]) -> tuple[Config, GPTConfig, GridShape]:
         model = replace(model, vocab_size=size)
     shape = config.parallel.shape(int(words[0]))
     if shape.cp > 1 or config.parallel.zero_stage or model.num_experts:
-        raise UsageError("the dry run has no cp, no ZeRO and no experts: leave them out")
+        raise UsageError("the dry run has no cp and no ZeRO, and no experts: leave them out")
     return config, model, shape
 
 

@@ -132,7 +132,7 @@ def test_an_impossible_grid_and_an_unknown_axis_are_refused(ranks2):
     assert set(ranks2.run(grid_error, GridShape(dp=3))) == {
         "dp*pp*cp*tp = 3*1*1*1 = 3 but WORLD_SIZE is 2: change an axis or launch 3 ranks"
     }
-    assert "there is no axis 'ep'" in ranks2.run(grid_error, GridShape(dp=2), "ep")[0]
+    assert "there is no axis 'mp'" in ranks2.run(grid_error, GridShape(dp=2), "mp")[0]
 
 
 def sum_over_dp(shape):
