@@ -13,10 +13,10 @@
 # %% [markdown]
 # # 04 · Data parallel by hand
 #
-# The simplest kind of distributed training rests on one idea: every rank holds the whole model, reads its own part of
-# the batch, and the gradients are averaged. In this lesson you write that average, you see why the result is the
-# training of one process, and you meet the mistakes that destroy this equality without any error message. At the end
-# you write a training script of your own, in plain PyTorch, that runs on any number of processes.
+# The simplest kind of distributed training rests on one idea: every rank holds the whole model and reads its own part
+# of the batch, and the gradients are averaged. In this lesson you write that average, see why the result is the
+# training of one process, and meet the mistakes that break this equality without any error message. At the end you
+# write a training script of your own, in plain PyTorch, that runs on any number of processes.
 #
 # ## Goals
 #
@@ -27,8 +27,8 @@
 # - write a training script for torchrun, starting from an empty function;
 # - write one that needs PyTorch alone, and adds bfloat16, accumulation, validation and checkpoints.
 #
-# **Time**: 180 minutes. Good places for a break are after section 3 and before the scripts of sections 7 and 8.
-# **Needs**: lesson 01 (sections 1 and 2). Question 4 is about section 3 of that lesson.
+# **Time**: 173 minutes. Good places for a break are after section 3 and before the scripts of sections 7 and 8.
+# **Needs**: lesson 01 (sections 1 and 2). Question 3 is about section 3 of that lesson.
 
 # %%
 import torch
@@ -38,7 +38,7 @@ from torch.utils.data import DistributedSampler
 
 from labcode.config import GPTConfig, TextData
 from labcode.data import sampler, text
-from labcode.lab import Ranks, check, compare, plot, show_source
+from labcode.lab import Ranks, check, compare, plot
 from labcode.models import gpt, layers
 
 torch.set_num_threads(1)  # one core for each process, here as on the ranks
@@ -89,12 +89,11 @@ def train(rank, p, average=None, prepare=None, seed=0):
     return torch.stack(losses), parameters_to_vector(model.parameters()).detach()
 
 # %% [markdown]
-# ## 1. The mean of the means (core, 20 min)
+# ## 1. The mean of the means (core, 17 min)
 #
 # The picture shows one training step on four ranks. Each rank has a complete copy of the model, and all copies are
 # equal. The batch is cut into four shares, and each rank computes the gradient of its own share. Then one all-reduce
-# replaces the four gradients by their mean, and every rank makes the same step with its optimizer. So the copies are
-# equal again.
+# replaces the four gradients by their mean, every rank takes the same optimizer step, and so the copies stay equal.
 
 # %% tags=["figure"]
 plot.data_parallel(4, caption="04.step")
@@ -103,13 +102,12 @@ plot.data_parallel(4, caption="04.step")
 # Why is this the training of one process? The loss of a batch is the mean over its $B$ samples. Cut the batch into $p$
 # shares of the same size, and let $L_r$ be the mean over the share of rank $r$. The mean of these means is the mean
 # over all samples. For example, four samples with the losses 1, 2, 3 and 6 have the mean 3. Two ranks with (1, 2) and
-# (3, 6) have the means 1.5 and 4.5, and the mean of these two is 3 again. Differentiation is linear, so the same holds
-# for gradients:
+# (3, 6) have the means 1.5 and 4.5, whose mean is 3 again. Differentiation is linear, so the same holds for gradients:
 #
 # $$L = \frac1B\sum_i \ell_i = \frac1p \sum_r L_r \qquad\text{and so}\qquad \nabla L = \frac1p \sum_r \nabla L_r.$$
 #
-# This needs one condition: the loss of a sample must not depend on the other samples of its batch. Batch normalisation
-# violates it, and a GPT has none. To see the equality happen, we train one process first.
+# This holds on one condition: the loss of a sample must not depend on the other samples of its batch. Batch
+# normalisation violates it, and a GPT has none. To see the equality, we train one process first.
 
 # %% tags=["nbval-check-output"]
 from labcode.teach.labs import l04_by_hand
@@ -121,9 +119,8 @@ print("one process:", " ".join(f"{loss:.3f}" for loss in one_process))
 # ### Exercise 4.1 · Average the gradients
 #
 # Write the function that is called between backward and step. Afterwards every parameter's `.grad` must be the mean
-# over the **group**. A parameter that is not trained has `grad` None, on all ranks; leave it alone.
-#
-# The check runs it on all four ranks, and then on two groups of two.
+# over the **group**. A parameter that is not trained has `grad` None on all ranks; leave it alone. The check runs your
+# function on all four ranks, and then in two groups of two.
 
 # %% tags=["exercise", "by-hand"]
 def average_gradients(model, group):
@@ -139,14 +136,9 @@ def average_gradients(model, group):
 check("4.1", average_gradients, ranks)
 
 # %% [markdown]
-# labcode's version looks like this.
-
-# %%
-show_source(l04_by_hand.average_gradients)
-
-# %% [markdown]
-# The ranks send nothing in forward. After backward each sends its gradients, which have as many numbers as the model
-# has, however large the batch is. So with a larger batch on each rank, sending takes a smaller part of the step.
+# The ranks send nothing in forward. After backward each sends its gradients, one number for each parameter of the
+# model, however large the batch is. So with a larger batch on each rank, communication takes a smaller fraction of the
+# step.
 #
 # Now the training itself. Each of four ranks takes a quarter of each batch, and all average over `dist.group.WORLD`,
 # the group of all ranks.
@@ -169,17 +161,17 @@ plot.losses_of_ranks(one_process, rank_losses, mean_loss)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Wrong answers to 4.1 that the check knows: the sum instead of the mean, division by the world
-# size (right on four ranks, wrong on two groups of two), the default group, zeros in the place of None (weight decay
+# size (right on four ranks, wrong on two groups of two), the default group, zeros instead of None (weight decay
 # then shrinks a weight that nobody trains), and averaging the **weights**. Averaging weights after the step is worth a
 # discussion: with plain SGD it gives the same result, with Adam it does not, because the second moments differ. Ask the
 # room: what happens to the optimizer's state? (It is a function of the gradients, so it stays equal as well.)
 
 # %% [markdown]
-# ## 2. A common start (core, 12 min)
+# ## 2. A common start (core, 10 min)
 #
 # Averaging gradients keeps equal copies equal. It does not **make** them equal. In section 1 every rank drew the same
-# weights, because all used the same seed. Suppose now that each rank seeds its random numbers with its own rank.
-# That is a sensible thing to do for dropout, and here somebody forgot that the weights are random numbers as well.
+# weights, because all used the same seed. Suppose now that each rank uses its own number as the seed. That is sensible
+# for dropout, but here somebody forgot that the initial weights are random numbers as well.
 #
 # **Predict.** The gradients are averaged in each of the six steps. How far apart are the weights of rank 0 and rank 3
 # at the end, as a fraction of their distance at the start? Think of what happens to the weights of both in one step.
@@ -207,10 +199,10 @@ ratio = distance_after / distance_before
 compare("distance that is left", distance_left, ratio, within=1.01)
 
 # %% [markdown]
-# Ranks that start apart stay apart, by the same distance. Each adds the same step to its own weights, as their
-# optimizers have seen nothing but the same averages. No later average of gradients mends this, and there is no error.
-# (Weight decay, which is off here, shrinks all weights and so the distance, but far too slowly to help.) The cure is
-# one broadcast of rank 0's weights before training.
+# Ranks that start apart stay apart, by the same distance: their optimizers have seen the same averages, so each adds
+# the same step to its own weights. No later average of gradients mends this, and there is no error. Weight decay, which
+# is off here, would shrink the distance along with the weights, but far too slowly to help. The cure is one broadcast
+# of rank 0's weights before training.
 
 # %% tags=["nbval-check-output"]
 def broadcast_weights(model):
@@ -234,22 +226,21 @@ plot.off_one_process(cases, one_process)
 
 # %% [markdown]
 # The figure shows how far the mean loss of the four ranks is from the loss of one process. The two correct runs differ
-# in the last bits of a float64 only, because sums are taken in another order. The two wrong runs are off by more than a
-# hundredth from the second step on. About fourteen powers of ten lie between right and wrong, but a plot of the losses
-# alone would hardly show it: all four runs learn.
+# only in the last bits of a float64, because sums are taken in a different order. The two wrong runs are off by more
+# than a hundredth from the second step on. About fourteen powers of ten lie between right and wrong, yet a plot of the
+# losses alone would hardly show it, since all four runs learn.
 #
 # **Takeaway: equal weights at the start, and the mean gradient in each step. Then every rank holds the model of one
 # process, after any number of steps.**
 
 # %% [markdown]
-# ## 3. Shares of different sizes (core, 28 min)
+# ## 3. Shares of different sizes (core, 21 min)
 #
-# The derivation needed shares of the same size. They are not always the same: the last batch of an epoch is rarely a
+# The derivation needed shares of the same size. In practice they often differ: the last batch of an epoch is rarely a
 # multiple of p, and texts have different lengths, so that the ranks have different numbers of tokens that count.
 #
-# Suppose rank 0 has 7 of 16 samples, and the other three ranks have 3 each. In the mean of the means, a sample of rank
-# 0 first gets the weight 1/7 in its rank's mean, and then this mean gets the weight 1/4. So the sample has the weight
-# 1/28. All samples should have 1/16.
+# Suppose rank 0 has 7 of 16 samples, and the other three ranks have 3 each. All samples should have the same weight,
+# 1/16, but each rank takes the mean over its own samples, and then the four means are averaged.
 #
 # **Predict.** How many times as much does a sample of rank 1 weigh as a sample of rank 0?
 
@@ -277,14 +268,17 @@ compare("weight of a sample", times_as_much, measured, within=1.001, found="comp
 # %% tags=["figure"]
 plot.sample_weights(weights_by_rank, caption="04.sample_weights")
 
+# %% [markdown]
+# A sample of rank 0 gets the weight 1/7 in its rank's mean, and this mean gets the weight 1/4, which makes 1/28. A
+# sample of the other ranks has 1/12, which is 7/3 times as much.
+
 # %% [markdown] tags=["exercise"]
 # ### Exercise 4.2 · Uneven shares
 #
 # Every rank knows how many samples its gradient is the mean of: `mine`. It does not know the numbers of the others.
-# Make every `.grad` the gradient of the mean over **all** samples of the group. You may send other things than
-# gradients, too. Here every parameter is trained. A rank may even have no sample: its `mine` is 0, and its gradients
-# are zeros. (The mean loss of no sample is nan, but its gradients are 0.) The check tries 7 + 3 + 3 + 3 samples, two
-# groups of 7 + 3, and 7 + 3 + 0 + 6.
+# Make every `.grad` the gradient of the mean over **all** samples of the group. You may send more than gradients. Here
+# every parameter is trained. A rank may even have no sample: then its `mine` is 0, and its gradients are zeros. The
+# check tries 7 + 3 + 3 + 3 samples, two groups of 7 + 3, and 7 + 3 + 0 + 6.
 
 # %% tags=["exercise"]
 def average_uneven(model, mine, group):
@@ -301,9 +295,9 @@ def average_uneven(model, mine, group):
 check("4.2", average_uneven, ranks)
 
 # %% [markdown]
-# With PyTorch's `DistributedDataParallel` (DDP; section 7) you do not write the average: its `backward()` adds up the
-# gradients and divides by the number of ranks, however large their shares are. So the weight goes into the loss. If a
-# rank multiplies its loss by p · mine / total, DDP's division by p leaves mine / total.
+# With PyTorch's `DistributedDataParallel` (DDP; section 7) you do not write the average yourself: `backward()` sums the
+# gradients and divides by the number of ranks, whatever the sizes of their shares. So the weight goes into the loss. If
+# a rank multiplies its loss by p · mine / total, DDP's division by p leaves mine / total.
 
 # %%
 from torch.nn.parallel import DistributedDataParallel
@@ -339,8 +333,8 @@ for weighted in (False, True):
 # met the same rule in lesson 00, section 2, for a mean over the ranks.
 
 # %% [markdown]
-# In a training loop it is easy to get the rank without samples wrong. Suppose that rank 3 finds an empty batch and
-# leaves the step without calling all-reduce, as a `continue` does.
+# The rank without samples is easy to get wrong in a training loop. Suppose that rank 3 finds an empty batch and leaves
+# the step without calling all-reduce, as a `continue` does.
 
 # %% tags=["raises-exception"] raises="HangError: ranks 0-2 wait in all_reduce ... rank 3 has finished"
 def skip_if_empty(rank):
@@ -357,28 +351,6 @@ ranks.run(skip_if_empty)
 # it can be worse: rank 3 goes on to the next batch, and its next all-reduce meets the one that the others are still
 # making for the batch before. From then on rank 3 is one step ahead, without any error. A rank without samples has to
 # take part, with the weight 0. With DDP it has to call backward as well, because DDP sends there.
-#
-# For DDP, PyTorch has a context that does this for ranks that run out of batches, `Join`. Here rank 3 has one batch
-# less than the others.
-
-# %% tags=["nbval-check-output"]
-from torch.distributed.algorithms.join import Join
-
-
-def runs_out_of_batches(rank):
-    model = DistributedDataParallel(build())
-    num_batches = 1 if rank == 3 else 2
-    with Join([model]):
-        for inputs, targets in batches[:num_batches]:
-            gpt.loss(model(inputs), targets).backward()
-    return num_batches
-
-print("no rank hangs; batches of each:", ranks.run(runs_out_of_batches))
-
-# %% [markdown]
-# A rank that has left its loop stays in `Join` and takes part in the all-reduces of the others, with zeros. At the end
-# it gets their weights. DDP goes on to divide by 4, so the last gradients of the others are too short, unless you write
-# `Join([model], divide_by_initial_world_size=False)`.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* In 4.2 people multiply by `mine` and forget to divide by the total (the gradient is then 16
@@ -387,19 +359,18 @@ print("no rank hangs; batches of each:", ranks.run(runs_out_of_batches))
 # and has to make zeros first.)
 
 # %% [markdown]
-# ## 4. Gradient accumulation (core, 15 min)
+# ## 4. Gradient accumulation (core, 18 min)
 #
 # A batch may be too large for the memory even after it has been divided between the ranks. Then a rank cuts its share
-# into m **micro-batches**. It runs forward and backward on one after the other, and makes one step at the end. This
-# works because `backward()` **adds** to `.grad`. The picture shows it for four micro-batches.
+# into m **micro-batches**, runs forward and backward on one after the other, and takes one optimizer step at the end.
+# This works because `backward()` **adds** to `.grad`. The picture shows it for four micro-batches.
 
 # %% tags=["figure"]
 plot.accumulation(4, caption="04.accumulation")
 
 # %% [markdown]
-# It adds, and it does not average. The loss of a micro-batch is a mean over its own samples, so the sum of m such
-# gradients is m times as long as the gradient of the whole share. Therefore each loss has to be divided by m before
-# backward.
+# It adds; it does not average. The loss of a micro-batch is a mean over its own samples, so the sum of m such gradients
+# is m times the gradient of the whole share. Therefore each loss has to be divided by m before backward.
 #
 # What happens if somebody forgets it? Let us train one step with m = 4, once with the division and once without. For
 # SGD, a step is the learning rate times the gradient. Adam divides each number of the gradient by its typical size, and
@@ -434,18 +405,18 @@ compare("SGD", sgd_step_too_long, times_too_long(torch.optim.SGD), within=1.001)
 compare("AdamW", adamw_step_too_long, times_too_long(torch.optim.AdamW), within=1.01)
 
 # %% [markdown]
-# With SGD the mistake acts like a learning rate that is four times as high, and one notices it. AdamW hides it, because
-# a constant factor cancels. So the mistake can live in a script for a long time, until somebody adds gradient clipping,
-# which compares the length of the gradient with a fixed number.
+# With SGD the mistake acts like a learning rate that is four times as high, and you notice it. AdamW hides it, because
+# a constant factor cancels. So it can survive in a script for a long time, until somebody adds gradient clipping, which
+# compares the length of the gradient with a fixed number.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 4.3 · Accumulate, then average once
 #
 # Compute the gradient of a step with accumulation. `inputs` and `targets` are this rank's share. Cut them into
 # `num_micro_batches` parts; all parts have the same size, on all ranks. Afterwards `.grad` must be the mean over all
-# samples of all ranks of the group, whatever it held before. Backward follows each forward at once, so that the memory
-# of only one micro-batch's activations is needed. The gradients travel **once**, not after each micro-batch. For that
-# you may call labcode's `l04_by_hand.average_gradients(model, group)`. The step of the optimizer is not part of it.
+# samples of all ranks of the group, whatever it held before. Backward follows each forward at once, so that only one
+# micro-batch's activations are in memory. The gradients are sent **once**, not after each micro-batch. For that you may
+# call labcode's `l04_by_hand.average_gradients(model, group)`. The optimizer step is not part of your function.
 
 # %% tags=["exercise"]
 from labcode.teach.labs import l04_by_hand
@@ -471,14 +442,14 @@ check("4.3", accumulated_gradients, ranks)
 # 5, shows the same loop for DDP.
 
 # %% [markdown]
-# ## 5. Who reads what (core, 12 min)
+# ## 5. Who reads what (core, 10 min)
 #
 # So far each rank cut its share out of a batch that was already there. In a real run every rank reads for itself, and
-# must know which samples are its own. PyTorch's `DistributedSampler` answers that. It shuffles all samples with a seed
-# that is the same on all ranks, and rank $r$ takes every $p$-th of them, beginning with number $r$.
+# must know which samples are its own. PyTorch's `DistributedSampler` tells it: it shuffles all samples with a seed that
+# is the same on all ranks, and rank $r$ takes every $p$-th of them, beginning with number $r$.
 #
 # To shuffle anew in each **epoch** (one pass over the data), it adds the number of the epoch to the seed. It cannot
-# know this number, so you have to tell it: `share.set_epoch(epoch)`. It is easily forgotten. Here are three epochs of
+# know this number, so you have to tell it: `share.set_epoch(epoch)`. That is easily forgotten. Here are three epochs of
 # 16 samples on four ranks, without it and with it.
 
 # %% tags=["figure"]
@@ -495,8 +466,8 @@ def epoch_order(epoch, set_epoch, num_samples, p=4):
 plot.epochs(epoch_order)
 
 # %% [markdown]
-# Each row is an epoch. Without `set_epoch`, every epoch has the same batches in the same order. (The first epoch is the
-# same in both, because a sampler that was never told begins with epoch 0.)
+# Each row is an epoch. Without `set_epoch`, every epoch has the same batches in the same order. The first row is the
+# same on both sides, because a sampler that was never told stays at epoch 0.
 #
 # The other mistake is to have no sampler at all: `DataLoader(dataset, batch_size=4, shuffle=True)` is right in one
 # process, and runs on four ranks as well. Like most scripts, this one begins with `torch.manual_seed(0)` on each rank,
@@ -532,33 +503,16 @@ compare("times sample 0 is read", times_read, times, within=1, found="counted")
 print("read in the first step:", read_in_first_step)
 
 # %% [markdown]
-# All ranks do the same work, and an epoch takes four times as many steps as it should. (With a seed of its own on each
-# rank, most samples of a step are different, but an epoch still reads everything four times.) Again there is no error,
-# and the loss falls nicely.
+# All ranks do the same work, and an epoch takes four times as many steps as it should. (With a different seed on each
+# rank, most samples of a step would differ, but an epoch would still read everything four times.) Again there is no
+# error, and the loss falls nicely.
 #
-# And if the samples cannot be dealt out evenly? Ten validation samples on four ranks:
-
-# %% tags=["nbval-check-output"]
-validation = range(10)
-read = []
-for rank in range(4):
-    share = DistributedSampler(validation, num_replicas=4, rank=rank, shuffle=False)
-    read += list(share)
-
-print(len(read), "are read, and twice:", [s for s in validation if read.count(s) > 1])
-right = [sample > 1 for sample in validation]  # a model that fails on 0 and 1 alone
-accuracy = sum(right) / len(validation)
-found = sum(right[sample] for sample in read) / len(read)
-print(f"accuracy {accuracy:.0%}, and {found:.0%} over what is read")
-
-# %% [markdown]
-# With `drop_last=False`, its default, the sampler repeats samples from the beginning until all ranks have as many. So a
-# validation counts some samples twice. `drop_last=True` leaves some out instead. In training one epoch more or less of
-# a sample does no harm, and equal numbers keep the collectives together. For a validation give each rank
-# `validation[rank::4]`, and add up the right answers and the numbers of samples.
+# If the samples cannot be dealt out evenly, the sampler repeats some from the beginning until all ranks have as many:
+# of ten samples on four ranks it makes twelve. In training this does no harm, and equal numbers keep the collectives
+# together. A validation, however, would count some samples twice; the script of section 8 avoids it.
 #
-# labcode's own `data.sampler.Batches` computes the samples of any step from the seed and the number of the step, so
-# it needs no epoch, and a run that was stopped resumes with the right samples.
+# labcode's own `data.sampler.Batches` computes the samples of any step from the seed and the number of the step, so it
+# needs no epoch, and a run that was stopped resumes with the right samples.
 #
 # **Takeaway: print the numbers of the samples that each rank reads, for two steps and two epochs. It is the cheapest
 # test there is.**
@@ -573,7 +527,7 @@ print(f"accuracy {accuracy:.0%}, and {found:.0%} over what is read")
 #
 # Every rank keeps the whole model. For each parameter, training with Adam in float32 keeps four numbers of 4 bytes: the
 # weight, its gradient, and Adam's two moments, which are running means of the gradient and of its square. That makes 16
-# bytes for a parameter. The activations of a rank's share come on top.
+# bytes a parameter. The activations of a rank's share come on top.
 #
 # <details><summary>And if it trains in 16 bits?</summary>
 #
@@ -582,11 +536,11 @@ print(f"accuracy {accuracy:.0%}, and {found:.0%} over what is read")
 # which makes 18.
 # </details>
 #
-# **Predict.** How many parameters fit at most on a GPU with 80 GB, if there is nothing else in its memory? And on four
-# such GPUs, with data parallelism?
+# A GPU with 80 GB has room for 80e9 / 16, that is 5 billion parameters at most, if there is nothing else in its memory.
+#
+# **Predict.** How many parameters fit at most on four such GPUs, with data parallelism?
 
 # %% tags=["predict"]
-on_one_gpu = 80e9 / 16
 on_four_gpus = 80e9 / 16
 
 # %% tags=["nbval-check-output"]
@@ -613,22 +567,17 @@ def bytes_per_parameter(rank, p):
 
 alone = bytes_per_parameter(rank=0, p=1)
 by_rank = ranks.run(bytes_per_parameter, 4)
-fit_alone = 80e9 / alone
 fit_on_four = 80e9 / max(by_rank)
-compare("on one GPU", on_one_gpu, fit_alone, within=1.1, found="counted")
 compare("on four GPUs", on_four_gpus, fit_on_four, within=1.1, found="counted")
 print(f"bytes for each parameter: {alone} on one rank, {by_rank} on four")
-gpt3_bytes = 175e9 * max(by_rank)
-print(f"GPT-3: {gpt3_bytes / 1e12:.1f} TB, {gpt3_bytes / 80e9:.0f} times 80 GB")
 
 # %% tags=["figure"]
 plot.copies(4, caption="04.copies")
 
 # %% [markdown]
-# Four GPUs with data parallelism hold no larger model than one. So data parallelism alone ends at a few billion
-# parameters. GPT-3, which has 175 billion, needs 35 times the memory of such a GPU before it has seen a single sample.
-# The third part of this course is about what comes next: dividing the matrices inside each layer, the sequences, the
-# list of layers, or the optimizer's state between the ranks, so that each keeps only a part.
+# Four GPUs with data parallelism hold no larger model than one, so data parallelism alone ends at a few billion
+# parameters. The third part of this course is about what comes next: sharding the matrices inside each layer, the
+# sequences, the list of layers, or the optimizer's state, so that each rank keeps only a part.
 #
 # **Takeaway: data parallelism divides the batch and nothing else. Each rank pays 16 bytes for every parameter.**
 
@@ -637,9 +586,9 @@ plot.copies(4, caption="04.copies")
 # ranks without changing the layers? (All of them; that is ZeRO.)
 
 # %% [markdown]
-# ## 7. A script of your own (core, 35 min)
+# ## 7. A script of your own (core, 37 min)
 #
-# So far a pool of ranks was there, and the notebook sent functions to it. On a cluster you have a script, and a
+# So far there was a pool of ranks, and the notebook sent functions to it. On a cluster you have a script, and a
 # launcher starts it on every rank. The launcher that comes with PyTorch is **torchrun**: `torchrun --nproc-per-node=2
 # train.py` starts `train.py` twice and sets these environment variables for each process:
 #
@@ -652,13 +601,13 @@ plot.copies(4, caption="04.copies")
 # `dist.init_process_group(backend)` reads them and holds the rendezvous. (Guides write `init_method="env://"`, which is
 # the default.) You need not write the average of the gradients again: PyTorch's `DistributedDataParallel` (DDP) wraps a
 # model, broadcasts its weights from rank 0, and averages the gradients inside `backward()`. The next lesson opens it
-# up. You call the wrapped model like the model itself. The model inside is its attribute `.module`.
+# up. You call the wrapped model like the model itself, which is its attribute `.module`.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 4.4 · Write the script
 #
-# Complete `main`. It runs on every rank. `folder` is a `pathlib.Path`. `build_model()` returns a small GPT, each time
-# with other random weights, and `dataset` holds 96 pairs of inputs and targets. You need 25 to 30 lines, and most of
+# Complete `main`, which runs on every rank. `folder` is a `pathlib.Path`. `build_model()` returns a small GPT, with new
+# random weights each time, and `dataset` holds 96 pairs of inputs and targets. You need 25 to 30 lines, and most of
 # them you know from one process.
 #
 # 1. **Join.** If `torch.cuda.is_available()`, this rank's device is `torch.device("cuda", local_rank)`, with the number
@@ -677,12 +626,12 @@ plot.copies(4, caption="04.copies")
 #    `state_dict()`. All ranks leave: `dist.destroy_process_group()`.
 #
 # The check writes your function to a file `runs/train_04.py`, below the imports of this cell and those of `torch`,
-# `dist`, `gpt` and `DistributedSampler`. Only `main` is copied: what else you import or define has to stand inside it.
-# It starts the file with `labcode.launch`, which calls torchrun, on one and on two ranks, and compares the weights at
-# the end with those that one process must get. This takes about half a minute.
+# `dist`, `gpt` and `DistributedSampler`. Only `main` is copied: whatever else you import or define has to stand inside
+# it. The check starts the file with `labcode.launch`, which calls torchrun, on one and on two ranks, and compares the
+# final weights with those that one process must get. This takes about half a minute.
 #
 # Without GPUs the check can try only the CPU. So read your script once more and ask what it does on a machine with four
-# GPUs: is the backend "nccl"? Does each rank take a GPU of its own? Do the model, the inputs **and** the targets lie on
+# GPUs: is the backend "nccl"? Does each rank take a GPU of its own? Are the model, the inputs **and** the targets on
 # it before forward is called?
 
 # %% tags=["exercise"]
@@ -736,7 +685,7 @@ def main(folder, epochs=2, global_batch=16):
 check("4.4", main)
 
 # %% [markdown]
-# This is a complete training script. To run it outside of the notebook, open a terminal in the folder `runs` beside
+# This is a complete training script. To run it outside the notebook, open a terminal in the folder `runs` beside
 # this notebook (right click on the folder, *Open in Terminal*): `torchrun --nproc-per-node=2 train_04.py` starts the
 # file that the check has written. It runs unchanged on a cluster where labcode is installed, because it imports
 # `build_model` and `dataset` from there. On several nodes the file and `folder` have to be on a disk that all nodes see.
@@ -750,41 +699,42 @@ check("4.4", main)
 # the model. For the discussion: which lines would change for a model that does not fit on one GPU?
 
 # %% [markdown]
-# ## 8. A script without labcode (core, 45 min)
+# ## 8. A script without labcode (core, 50 min)
 #
 # The script of section 7 still imports its model and its data from labcode. At work nobody has labcode, and a script
-# does more: it computes in bfloat16, accumulates, validates, and goes on from a checkpoint. Here is the whole of it,
+# does more: it computes in bfloat16, accumulates, validates, and resumes from a checkpoint. Here is the whole of it,
 # with a model and data of a few lines that you can replace by your own. You have met each part on one process or in
-# this lesson. What several ranks change about it stands here:
+# this lesson. This is what several ranks change about it:
 #
 # - **bfloat16.** `torch.autocast(device.type, dtype=torch.bfloat16)` rounds copies of weights and activations for the
-#   products. Weights, gradients and the optimizer stay in float32, and so does what DDP sends.
+#   matmuls. Weights, gradients and the optimizer stay in float32, and so does what DDP sends.
 # - **Accumulation.** Within `model.no_sync()`, a context of the DDP object, backward sends nothing and the gradients
-#   add up in `.grad`. The last micro-batch of a step runs outside of it, and its backward sends the sum. Forward has to
-#   be inside the context as well.
+#   add up in `.grad`. The last micro-batch of a step runs outside it, and its backward sends the sum. Forward has to be
+#   inside the context as well.
 # - **Validation.** `DistributedSampler` repeats samples until all shares are equal, so some would count twice. Take
 #   every p-th sample with `Subset(data, range(rank, len(data), p))` instead, add up losses and counts, and divide once.
-#   Call the model inside DDP: the shares may have different numbers of batches, and DDP may send in forward too, for
-#   example the statistics of a BatchNorm.
-# - **Checkpoint.** Rank 0 saves. A job can be killed in the middle of it, so the new file is written under another name
-#   first, and `os.replace` puts it in the place of the old one. All ranks load, each to its own device.
+#   Call the model that is inside DDP: the shares may have different numbers of batches, and DDP may send in forward
+#   too, for example the statistics of a BatchNorm.
+# - **Checkpoint.** Rank 0 saves. A job can be killed in the middle of saving, so the new file is first written under
+#   another name, and then `os.replace` replaces the old one by it. All ranks load, each to its own device.
 #   `weights_only=True` reads tensors and numbers, and runs no code that somebody has put into the file.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 4.5 · Training in plain PyTorch
 #
-# Write the five functions that are open; `run` shows how they are called. Each has 2 to 15 lines.
+# Write the five functions that are open, each of 2 to 15 lines; `run` shows how they are called.
 #
 # 1. `loss_of` gives the mean loss of some samples. Forward runs under autocast, and the loss itself in float32.
-# 2. `train_epoch` makes a step after every `MICRO_BATCHES` batches of the loader, whose number they divide. Each loss is
-#    divided by `MICRO_BATCHES`, and the gradients travel once in a step. It returns the mean of all losses of all ranks.
+# 2. `train_epoch` takes an optimizer step after every `MICRO_BATCHES` batches; the loader has a multiple of that number.
+#    Each loss is divided by `MICRO_BATCHES`, and the gradients are sent once in a step. It returns the mean of all
+#    losses of all ranks.
 # 3. `validate` returns the mean loss over all samples of `data`, and how many samples all ranks have counted together.
 # 4. `save` writes the number of epochs that are done, the model's state dict and the optimizer's.
 # 5. `load` reads them back and returns the number of epochs, or 0 where there is no checkpoint.
 #
-# The check writes this cell, all of it, to the file `runs/train_plain.py`. torchrun starts it on one rank for four
-# epochs, on two ranks for two, and then on two ranks again, which have to go on from the checkpoint. The losses must be
-# the same within 1 %; rounding to bfloat16 moves them by some tenths of that. This takes about half a minute.
+# The check writes the whole cell to the file `runs/train_plain.py`. torchrun starts it on one rank for four epochs, on
+# two ranks for two, and then on two ranks again, which have to resume from the checkpoint. The losses must be the same
+# within 1 %; rounding to bfloat16 moves them by some tenths of that. This takes about half a minute.
 
 # %% tags=["exercise"]
 import os
@@ -932,9 +882,9 @@ def run(folder, epochs):
 check("4.5", run)
 
 # %% [markdown]
-# The file is yours now. `torchrun --nproc-per-node=2 train_plain.py 4` starts it in the folder `runs`, and `8` in the
-# place of `4` goes on from there. Put your model in the place of `build_model`, your data in the place of `Rings`, and
-# your loss into `loss_of`. What a script for a long run has besides:
+# The file is yours now. `torchrun --nproc-per-node=2 train_plain.py 4` starts it in the folder `runs`, and with `8`
+# instead of `4` it goes on from there. Replace `build_model` by your model, `Rings` by your data, and the loss in
+# `loss_of` by yours. A script for a long run has more:
 #
 # | what a production script adds | section |
 # |---|---|
@@ -961,7 +911,7 @@ check("4.5", run)
 # the epoch, and the states of the random number generators where there is dropout.)
 
 # %% [markdown]
-# ## From here to GPUs and SLURM (core, 2 min)
+# ## From here to GPUs and SLURM (core, 1 min)
 #
 # | where | start |
 # |---|---|
@@ -973,7 +923,7 @@ check("4.5", run)
 # On two machines the line is the same on both, and HOST is the name of one of them. NCCL replaces gloo where there are
 # GPUs, and nothing else changes.
 #
-# ## Questions (core, 5 min)
+# ## Questions (core, 3 min)
 #
 # **1.** Four ranks compute the accuracy of their own validation samples and average the four numbers. When is this
 # wrong?
@@ -981,20 +931,10 @@ check("4.5", run)
 # <details><summary>Answer</summary>
 #
 # When the ranks have different numbers of samples, which is usual, as a validation set is rarely a multiple of p. Add
-# up the correct answers and the numbers of samples, and divide once. `DistributedSampler` even repeats samples to make
-# the shares equal, so some would count twice.
+# up the correct answers and the numbers of samples, and divide once.
 # </details>
 #
-# **2.** Rank 2 has one batch more than the others at the end of an epoch, and nobody looks at that. What happens?
-#
-# <details><summary>Answer</summary>
-#
-# Rank 2 waits in the all-reduces of its last batch. If the others have ended, it waits until the time-out. If they go
-# on with the next epoch, their first gradients meet the last ones of rank 2: there is no error, and from then on rank 2
-# is one step behind. This is why `DistributedSampler` gives all ranks the same number of samples.
-# </details>
-#
-# **3.** You go from 4 to 8 ranks and leave the batch **of each rank** as it is. Is it still the training of one
+# **2.** You go from 4 to 8 ranks and leave the batch **of each rank** as it is. Is it still the training of one
 # process? Of which?
 #
 # <details><summary>Answer</summary>
@@ -1003,7 +943,7 @@ check("4.5", run)
 # rate. To keep the training as it was, halve the batch of each rank.
 # </details>
 #
-# **4.** From lesson 01, section 3: the gradients of a model of 1 GB are averaged on 8 ranks with a ring. How many bytes
+# **3.** From lesson 01, section 3: the gradients of a model of 1 GB are averaged on 8 ranks with a ring. How many bytes
 # does each rank send?
 #
 # <details><summary>Answer</summary>
