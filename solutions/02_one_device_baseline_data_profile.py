@@ -15,8 +15,8 @@
 #
 # Before you train on many devices, make one of them work. A device that waits for data half of the time still waits
 # half of the time when there are a hundred of them. In this lesson you take a training run that is several times slower
-# than it should be. You find out where its time goes, with a profiler that you write yourself and with PyTorch's, and
-# you remove what makes it wait.
+# than it should be, find out where its time goes, with a profiler that you write yourself and with PyTorch's, and
+# remove what makes it wait.
 #
 # ## Goals
 #
@@ -27,11 +27,10 @@
 # - read a trace: say how long the device computed, waited for data and was idle, and choose the cure from it;
 # - name the parts of a step for a profiler, PyTorch's and NVIDIA's, and record one epoch only.
 #
-# **Time**: 173 minutes, and 30 more for what is optional. Good places for a break are after section 3 and after
+# **Time**: 169 minutes, and 24 more for what is optional. Good places for a break are after section 3 and after
 # section 5.
 #
-# **Needs**: lesson 00 (sections 1 and 3). Nothing in this lesson is about several ranks, and where it compares
-# something with messages between ranks you may read on without lesson 01.
+# **Needs**: lesson 00 (sections 1 and 3). Nothing in this lesson is about several ranks.
 
 # %%
 import os
@@ -41,7 +40,7 @@ import time
 import torch
 
 from labcode.config import ViTConfig
-from labcode.lab import check, compare, plot, show_source
+from labcode.lab import check, compare, plot
 from labcode.models import vit
 from labcode.teach.labs import l02_by_hand, l02_weather
 
@@ -50,13 +49,12 @@ torch.set_num_threads(1)
 
 # %% [markdown]
 # All sections work on one training run, which the next cell sets up: run it wherever you begin. A small vision
-# transformer (ViT) learns to predict the weather. It gets a part of the map, 60 by 60 degrees, and predicts what that
-# part looks like six hours later. There are four variables: the temperature, two components of the wind, and the
-# pressure. (`num_forcings=0`: it gets nothing besides them.) The file is made of the ERA5 sample that comes with the
-# course, on a grid of 1 degree.
+# transformer (ViT) learns to predict the weather. From a part of the map, 60 by 60 degrees, it predicts what that part
+# looks like six hours later. There are four variables: the temperature, two components of the wind, and the pressure.
+# The file is made of the ERA5 sample that comes with the course, on a grid of 1 degree.
 #
 # `warm_up` trains on the first two batches. These steps are slower, because memory is allocated and libraries choose
-# their routines, so no measurement counts them. Of 8 batches `TIMED` are left then.
+# their routines, so no measurement counts them. Of 8 batches, `TIMED` are left.
 
 # %%
 torch.manual_seed(0)
@@ -79,27 +77,16 @@ def warm_up(batches, num_steps=2):
     return batches
 
 # %% [markdown]
-# ## 1. A baseline (core, 15 min)
+# ## 1. A baseline (core, 9 min)
 #
-# `Crops` reads the samples: `crops[indices]` gives a batch of states and of what follows them. Its method `pair` reads
-# a sample from the file, with one slice for each variable.
-
-# %%
-show_source(l02_weather.Crops.pair)
-
-# %% [markdown]
-# How long should a step take? Most of it is matrix products. In forward, each weight of a product is multiplied with a
-# number of each token, and the result is added to a sum: 2 FLOPs. Backward does this twice, once for the gradient of
-# the input and once for that of the weight. That makes 6 FLOPs for each weight and token: a step with N weights and T
-# tokens takes about **6 N T** FLOPs.
+# How long should a step take? Most of its work is matmuls. In forward, each weight is multiplied with a number of each
+# token, and the result is added to a sum: 2 FLOPs. Backward does this twice, once for the gradient of the input and
+# once for that of the weight. That makes 6 FLOPs for each weight and token: a step with N weights and T tokens takes
+# about **6 N T** FLOPs.
 #
 # Our model has 0.84 million weights. It cuts a map of 60 by 60 into 144 patches of 5 by 5, and each patch is a token. A
-# step has 8 such samples.
-#
-# **Predict.** How many FLOPs is that? PyTorch's `FlopCounterMode` counts those of the matrix products that it sees.
-
-# %% tags=["predict"]
-step_flops_guess = 6 * 0.84e6 * 144 * 8
+# step has 8 such samples. `Crops` reads them from the file: `crops[indices]` gives a batch of states and of what
+# follows them. PyTorch's `FlopCounterMode` counts the FLOPs of the matmuls that it sees.
 
 # %%
 from torch.utils.flop_counter import FlopCounterMode
@@ -108,17 +95,15 @@ crops = l02_weather.Crops(maps)
 states, targets = crops[range(batch_size)]
 with FlopCounterMode(display=False) as counter:
     train_step(states, targets)
-counted = counter.get_total_flops()
-compare(
-    "FLOPs a step", step_flops_guess, counted, unit="FLOP", within=1.1, found="counted"
-)
+print(f"counted: {counter.get_total_flops() / 1e9:.2f} GFLOP a step")
+print(f"6 N T:   {6 * 0.84e6 * 144 * batch_size / 1e9:.2f} GFLOP")
 
 # %% [markdown]
-# It is a little less than 6 N T, since some of the weights, such as those of norms, are in no product, and the first
-# layer needs no gradient of its input. The counter does not see the products inside of attention: on a CPU they are
-# part of one fused operation for which it has no formula. labcode's `training_flops_per_sample` adds them: 6.6 GFLOP
-# for a step. At the rate that a large matrix product reaches on this machine (lesson 00, section 3), the products alone
-# would take this long:
+# It is a little less than 6 N T, since some of the weights, such as those of norms, are in no matmul, and the first
+# layer needs no gradient of its input. The counter does not see the matmuls inside attention: on a CPU they are part of
+# one fused operation for which it has no formula. labcode's `training_flops_per_sample` adds them: 6.6 GFLOP for a
+# step. At the rate that a large matmul reaches on this machine (lesson 00, section 3), the matmuls alone would take
+# this long:
 
 # %%
 from labcode.perf.flops import training_flops_per_sample
@@ -128,11 +113,10 @@ step_flops = batch_size * training_flops_per_sample(model.config)
 flops_per_s = matmul_flops_per_s(torch.device("cpu"), torch.float32)
 products_s = step_flops / flops_per_s
 print(f"{step_flops / 1e9:.1f} GFLOP a step, {flops_per_s / 1e9:.0f} GFLOP/s")
-print(f"the products of a step: {1e3 * products_s:.0f} ms")
+print(f"the matmuls of a step: {1e3 * products_s:.0f} ms")
 
 # %% [markdown]
-# Now we measure whole steps, from one to the next, with the wait for each batch. Other programs disturb the machine now
-# and then, so we take the median.
+# Now we measure whole steps, from one to the next, including the wait for each batch, and take the median.
 
 # %% tags=["by-hand"]
 def step_times(train_step, batches):
@@ -150,11 +134,11 @@ def step_times(train_step, batches):
 batches = warm_up(l02_weather.batches(crops, batch_size, 8))
 baseline_s = statistics.median(step_times(train_step, batches))
 print(f"a step: {1e3 * baseline_s:.0f} ms, {batch_size / baseline_s:.0f} samples/s")
-print(f"{baseline_s / products_s:.1f} times as long as the matrix products alone")
+print(f"{baseline_s / products_s:.1f} times as long as the matmuls alone")
 
 # %% [markdown]
-# The step takes several times as long as its matrix products. So most of its time goes elsewhere, and the rest of this
-# lesson is about where. **Samples/s** at a fixed model and batch is our measure from here on. It is called the
+# The step takes several times as long as its matmuls. So most of its time goes elsewhere, and the rest of this lesson
+# is about where. Our measure from here on is **samples/s** at a fixed model and batch, which is called the
 # **throughput**.
 #
 # **Takeaway: predict first. If a step takes several times as long as its FLOPs say, look for the reason.**
@@ -165,7 +149,7 @@ print(f"{baseline_s / products_s:.1f} times as long as the matrix products alone
 # ratio less.
 
 # %% [markdown]
-# ## 2. A profiler from timers (core, 25 min)
+# ## 2. A profiler from timers (core, 30 min)
 #
 # Where does the rest go? A **profiler** attributes time to parts of a program. The simplest one reads the clock when a
 # part begins and when it ends. Two details make it trustworthy.
@@ -176,15 +160,7 @@ print(f"{baseline_s / products_s:.1f} times as long as the matrix products alone
 #   count only once, for the **innermost** part that runs.
 #
 # For example: backward begins at 0 s, a communication inside it runs from 2 s to 6 s, backward ends at 9 s, and the
-# step at 10 s. Then backward has 2 + 3 = 5 s, communication 4 s and the rest 1 s. The next cell runs labcode's timer for
-# this lesson on a clock that we set ourselves.
-
-# %% tags=["nbval-check-output"]
-times = iter([0, 0, 2, 6, 9, 10])
-timer = l02_by_hand.StepTimer(clock=lambda: next(times))
-with timer.part("backward"), timer.part("communication"):
-    pass
-print(timer.shares())
+# step at 10 s. Then backward has 2 + 3 = 5 s, communication 4 s and the rest 1 s.
 
 # %% tags=["figure"]
 plot.timeline(
@@ -210,10 +186,9 @@ plot.timeline(
 #         batch = next(batches)
 #     timer.shares()          # {"data": 0.7, "rest": 0.3}
 #
-# - `part(name)` attributes the time of its block to `name`. The same name can come again, and then its times add up.
+# - `part(name)` attributes the time of its block to `name`. If the same name comes again, its times add up.
 # - In a part inside another one, time counts for the inner one alone.
-# - A block that raises an error is counted like any other, the error goes on to whoever called, and the timer works
-#   afterwards.
+# - A block that raises an error is counted like any other, the caller gets the error, and the timer works afterwards.
 # - `shares()` gives each part's fraction of all the time since the timer was made, and `"rest"` for the time outside
 #   every part. It is called when no part is open; without parts, `"rest"` is 1.
 #
@@ -267,7 +242,7 @@ class StepTimer:
 check("2.1", StepTimer)
 
 # %% [markdown]
-# Now to our training run. `timed_steps` is its loop with four parts.
+# Now our training run. `timed_steps` is its loop with four parts.
 
 # %% tags=["by-hand"]
 def timed_steps(timer, batches, model, optimizer):
@@ -298,17 +273,16 @@ for part, share in timer.shares().items():
     print(f"{part:10} {share:6.1%}   {1e3 * share * step_s:6.1f} ms a step")
 
 # %% [markdown]
-# (To see your timer at work, write `StepTimer()` for `l02_by_hand.StepTimer()`.)
+# Data is the largest part. Backward takes longer than forward, because it has twice the matmuls to do: one for the
+# gradient of the input, one for that of the weight. It does not take exactly twice as long, since a step also has other
+# operations, such as norms and activations. To see your own timer at work, write `StepTimer()` instead of
+# `l02_by_hand.StepTimer()`.
 #
-# Data is the largest part. Backward takes longer than forward, because it has twice the matrix products to do: one for
-# the gradient of the input, one for that of the weight. It does not take exactly twice as long, since a step also
-# has operations that are not matrix products, such as norms and activations.
-#
-# Forward, backward and the optimizer together still take longer than the matrix products alone, by a factor between 1
-# and 2 on most machines. That part of the gap has nothing to do with data. Lesson 03, section 1 begins with it.
+# Forward, backward and the optimizer together still take longer than the matmuls alone. That part of the gap has
+# nothing to do with data, and lesson 03, section 1, begins with it.
 #
 # **On a GPU such timers are wrong.** A line such as `model(states)` does not compute there. It **launches** kernels: it
-# puts them into a queue, and returns. The GPU works through the queue later. So the timer sees how long launching
+# puts them into a queue and returns, and the GPU works through the queue later. So the timer sees how long launching
 # takes, and the line that happens to wait for a result, often `loss.item()`, is charged for everything.
 
 # %% tags=["figure"]
@@ -324,20 +298,20 @@ plot.timeline(
 )
 
 # %% [markdown]
-# (The numbers of this picture are made up. There is no GPU in this lesson.) There are two ways to get it right.
+# (The numbers of this picture are made up, since there is no GPU in this lesson.) There are two ways to get it right.
 #
-# - **Synchronize**: `torch.cuda.synchronize()` waits until the queue is empty. Do it before each look at the clock. The
-#   times are right, but the GPU now waits for the next launch after each part, so the step gets slower. Use it for a
-#   few steps.
+# - **Synchronize**: `torch.cuda.synchronize()` waits until the queue is empty. Call it before each look at the clock.
+#   The times are right, but the GPU now waits for the next launch after each part, so the step gets slower. Use it for
+#   a few steps.
 # - **Events**: `event.record()` puts a mark into the queue, and the GPU notes the time when it gets there. Afterwards
-#   `start.elapsed_time(stop)` tells the milliseconds between two marks. Nobody waits. labcode's training loop does
-#   this, and the section on GPUs and SLURM has it in PyTorch's own words.
+#   `start.elapsed_time(stop)` gives the milliseconds between two marks, and nobody has to wait. labcode's training loop
+#   does this, and the section on GPUs and SLURM shows it in plain PyTorch.
 #
 # **Takeaway: a timer whose parts add up to the step tells you where to look. On a GPU, take the times from the GPU.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Typical in 2.1: the outer part counts the inner one too (a difference of two clock readings), no
-# `finally`, `=` in place of `+=`, and shares of the attributed time alone, which hides the rest. Ask: why is
+# `finally`, `=` instead of `+=`, and shares of the attributed time alone, which hides the rest. Ask: why is
 # `zero_grad` in backward here, and does it matter? (It has to be in some part, else it is in the rest.)
 
 # %% [markdown]
@@ -347,7 +321,7 @@ plot.timeline(
 # compressed and stored as one piece, so it can only be read and unpacked as a whole, whatever part of it is wanted.
 #
 # Our file has chunks of 16 time steps, 180 latitudes and 360 longitudes, which is the whole map. A sample takes 2 time
-# steps and a part of 60 by 60. The picture shows such a part, rows 70 to 129 and columns 90 to 149, in our file and in
+# steps and a crop of 60 by 60. The picture shows such a crop, rows 70 to 129 and columns 90 to 149, in our file and in
 # one whose chunks are smaller.
 
 # %% tags=["figure"]
@@ -365,11 +339,10 @@ plot.chunks(
 #
 # Now take time steps 3 and 4, rows 100 to 159 and columns 30 to 89.
 #
-# **Predict.** How many bytes of chunks does this box touch, of one variable, with chunks of (16, 180, 360)? And how
-# many with chunks of (2, 90, 180)? Chunks start at multiples of their length: along time at 0, 2, 4, ...
+# **Predict.** How many bytes of chunks does this box touch, of one variable, with chunks of (2, 90, 180)? Chunks start
+# at multiples of their length: along time at 0, 2, 4, ...
 
 # %% tags=["predict"]
-map_bytes = 16 * 180 * 360 * 4  # one chunk
 tile_bytes = 2 * 2 * 90 * 180 * 4  # time steps 2-3 and 4-5, rows 90-179, columns 0-179
 
 # %% tags=["nbval-check-output"]
@@ -385,20 +358,20 @@ def chunk_bytes_of(path):
     temperature[3:5, 100:160, 30:90]
     return len(store.chunks) * math.prod(temperature.chunks) * 4
 
-how = {"within": 1.01, "unit": "B", "found": "counted"}
-compare("chunks of (16, 180, 360)", map_bytes, chunk_bytes_of(maps), **how)
-compare("chunks of (2, 90, 180)", tile_bytes, chunk_bytes_of(tiles), **how)
+counted = chunk_bytes_of(tiles)
+compare("with tiles", tile_bytes, counted, unit="B", within=1.01, found="counted")
+print(f"with whole maps: {chunk_bytes_of(maps) / 1e6:.2f} MB")
 
 # %% [markdown]
-# The sample itself has 2 · 60 · 60 · 4 = 28,800 bytes. The first file unpacks 144 times as much as is wanted, the
-# second 9 times.
+# The box itself has 2 · 60 · 60 · 4 = 28,800 bytes. Our file unpacks 144 times as much as is wanted, and one with tiles
+# of (2, 90, 180) unpacks 9 times as much.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 2.2 · Bytes of a box
 #
 # Write the rule as a function, for any number of axes. `box` has a pair (start, stop) for each axis, where `stop` is no
 # longer in the box, as in a slice. `chunks` has the length of a chunk along each axis. A chunk counts in full, also at
-# the edge of an array. `box` belongs to whoever calls: leave it as it is.
+# the edge of an array. Leave `box` as it is.
 
 # %% tags=["exercise"]
 def bytes_read(box, chunks, itemsize=4):
@@ -416,7 +389,7 @@ def bytes_read(box, chunks, itemsize=4):
 check("2.2", bytes_read)
 
 # %% [markdown]
-# The cure is to write the file once more, with chunks that fit what is read. What does it change?
+# The cure is to write the file again, with chunks that fit what is read. What does it change?
 
 # %% tags=["figure"]
 by_part = {"data": {}, "forward": {}, "backward": {}, "optimizer": {}}
@@ -435,13 +408,13 @@ plot.bars(by_part, caption="02.chunkings")
 # The bytes went down by a factor of 16 for this box, and the time by less. Each chunk is a request of its own, with a
 # price that does not depend on its size: a file is opened, and Python has some work to do. So reading costs something
 # for each request and something for each byte, as messages do (lesson 01, section 6). That is why chunks can also be
-# too small: chunks of (1, 10, 10) would waste hardly a byte, and a sample would need 2 · 6 · 6 = 72 of them for each
-# variable, or more.
+# too small: chunks of (1, 10, 10) would waste hardly a byte, but a sample would need at least 2 · 6 · 6 = 72 of them
+# for each variable.
 #
 # Our files are small. On a file system that many nodes share, or in an object store, a request costs far more, and
-# millions of small files are a burden for everybody. There zarr's own guide advises chunks of at least a megabyte. A
-# sample that is smaller than that wants both: small chunks, many of them in one file. That is what zarr calls a
-# **shard**, from version 3 on: `create_array(..., chunks=..., shards=...)`.
+# millions of small files are a burden for everybody. For such storage zarr's own guide advises chunks of at least a
+# megabyte. For a sample that is smaller than that, you want small chunks with many of them in one file, which zarr
+# calls a **shard**, from version 3 on: `create_array(..., chunks=..., shards=...)`.
 #
 # **Takeaway: a chunk is read whole. Choose chunks about as large as what a sample reads, and put small ones together
 # in shards, so that files stay large.**
@@ -453,11 +426,11 @@ plot.bars(by_part, caption="02.chunkings")
 # keep two copies.)
 
 # %% [markdown]
-# ## 4. Read ahead (core, 45 min)
+# ## 4. Read ahead (core, 42 min)
 #
-# Reading and computing still take turns. While the next batch is read, nobody computes. But batch 2 does not depend on
-# what was computed with batch 1, so it can be read meanwhile. This is called **prefetching**. The picture shows four
-# batches that take 30 ms to read and 50 ms to compute with.
+# Reading and computing still take turns: while the next batch is read, nothing is computed. But batch 2 does not depend
+# on what was computed with batch 1, so it can be read meanwhile. This is called **prefetching**. The picture shows four
+# batches, each of which takes 30 ms to read and 50 ms to compute.
 
 # %% tags=["figure"]
 turns = []
@@ -475,9 +448,8 @@ plot.timeline(turns + ahead, caption="02.reading")
 
 # %% [markdown]
 # In turns, this takes 4 · (30 + 50) = 320 ms. With a reader beside the loop, the loop waits 30 ms for the first batch.
-# From then on the next batch is always there: 30 + 4 · 50 = 230 ms.
-#
-# Now reading takes 60 ms, and computing 50 ms as before.
+# From then on the next batch is always there: 30 + 4 · 50 = 230 ms. Now reading takes 60 ms, and computing 50 ms as
+# before.
 #
 # **Predict.** How many seconds do the four batches take with a reader that reads ahead?
 
@@ -485,8 +457,7 @@ plot.timeline(turns + ahead, caption="02.reading")
 read_ahead_s = 4 * 0.06 + 0.05  # the loop waits for each batch, then computes once
 
 # %% [markdown]
-# We try it with labcode's solution of the exercise below. Reading and computing just sleep here, so that it does not
-# matter how busy this machine is.
+# We try it with labcode's solution of the exercise below. Reading and computing just sleep here.
 
 # %%
 def slow_source(num_batches):
@@ -501,15 +472,15 @@ measured_s = time.perf_counter() - started
 compare("read ahead", read_ahead_s, measured_s, unit="s", within=1.1)
 
 # %% [markdown]
-# In turns it would be 440 ms. In the long run, a step takes max(read, compute), and no longer read + compute.
+# In turns it would be 440 ms. In the long run, a step takes max(read, compute) instead of read + compute.
 #
 # This takes a **thread** that reads, and a **queue** between the thread and the loop. `queue.Queue(n)` holds at most n
-# items: `put(item)` waits while it is full, and `get()` waits while it is empty. The bound matters. A reader that is
-# faster than the loop would otherwise fill the memory with batches.
+# items: `put(item)` waits while it is full, and `get()` waits while it is empty. The bound matters, since a reader that
+# is faster than the loop would otherwise fill the memory with batches.
 #
-# Can two threads of Python run at the same time? In the usual build of CPython only one of them can execute Python
-# (that is the **GIL**, the global interpreter lock), but the libraries that unpack chunks and multiply matrices release
-# it while they work.
+# Can two Python threads run at the same time? In the usual build of CPython only one of them can execute Python code at
+# a time, because of the **GIL** (global interpreter lock), but the libraries that unpack chunks and multiply matrices
+# release it while they work.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 2.3 · A loader that reads ahead
@@ -520,17 +491,17 @@ compare("read ahead", read_ahead_s, measured_s, unit="s", within=1.1)
 # - The order is kept, and a batch may be any object, also `None`.
 # - At most `ahead` batches wait in the queue. (The thread may hold one more, which it wants to put there.)
 # - If `source` raises an exception, the loop first gets the batches before it, and then this very exception.
-# - When the loop is over, no thread is left: not at the end, not after an error, and not if the loop was left early by
-#   `break`. Mind a thread that waits for room in the queue just then, holding a batch, an error or the end marker.
-# - The loop may be slow, and so may the source: nobody gives up after some time.
-# - A `Prefetcher` can be looped over again. Each loop begins anew.
+# - When the loop is over, no thread is left: not at the end, not after an error, and not after a `break`. At that moment
+#   the thread may be waiting for room in the queue, with a batch, an error or the end marker.
+# - The loop may be slow, and so may the source: neither gives up after some time.
+# - A `Prefetcher` can be looped over again, and each loop begins anew.
 #
 # `ready.put(item, timeout=0.05)` raises `queue.Full` if there is no room after 0.05 s. `stopped.set()` and
 # `stopped.is_set()` tell the other side. The check takes some 10 seconds: it also waits until your queue is full.
 #
-# How does a generator learn of a `break`? Nothing closes it at that moment. But the `for` loop held the only reference
-# to it, so CPython deletes it, and thereby closes it: the `finally` around its `yield` runs. If you keep a reference,
-# as in `loop = iter(prefetcher)`, call `loop.close()`, or the thread lives on.
+# How does a generator learn of a `break`? The `for` loop held the only reference to it, so CPython deletes it, and
+# thereby closes it: the `finally` around its `yield` runs. If you keep a reference, as in `loop = iter(prefetcher)`,
+# call `loop.close()`, or the thread lives on.
 
 # %% tags=["exercise", "by-hand"]
 import queue
@@ -588,9 +559,8 @@ class Prefetcher:
 check("2.3", Prefetcher)
 
 # %% [markdown]
-# What does it save for our training run? We take both files, the one with whole maps and the one with tiles of section
-# 3, and read each of them in turns and ahead. At best a step takes max(read, compute), in turns their sum. Section 1
-# began with whole maps in turns. (The cell takes some 20 seconds.)
+# What does it save for our training run? We take both files, the one with whole maps and the one with the tiles of
+# section 3, and read each of them in turns and ahead. The cell takes some 20 seconds.
 
 # %%
 tiles = l02_weather.make("runs/tiles.zarr", chunks=(2, 90, 180))
@@ -612,13 +582,12 @@ for (name, way), seconds in step_s.items():
     print(f"{batch_size / median_s:4.0f} samples/s")
 
 # %% [markdown]
-# Both cures together about double the throughput. With reading ahead a step cannot be shorter than max(read, compute),
+# Both cures together double the throughput or more. With reading ahead a step cannot be shorter than max(read, compute),
 # and it may be longer, although reading and computing each have a core. One suspect is the GIL, which the reader needs
-# for what is Python in zarr. Section 5 puts it to the test: there another process reads, with a GIL of its own. If
-# little is saved, another program has the core. When the loop computes on a GPU, its own core is nearly idle, so there
-# is room for a reader.
+# for the parts of zarr that are written in Python. Section 5 puts it to the test: there another process reads, with a
+# GIL of its own. When the loop computes on a GPU, its own core is nearly idle, so there is room for a reader.
 #
-# To see your own class at work, write `Prefetcher` for `l02_by_hand.Prefetcher` in the cell, and run it again.
+# To see your own class at work, write `Prefetcher` instead of `l02_by_hand.Prefetcher` in the cell, and run it again.
 #
 # **Takeaway: a loader that reads ahead hides the shorter of reading and computing behind the longer one.**
 
@@ -628,7 +597,7 @@ for (name, way), seconds in step_s.items():
 # Ask: what would `ahead=100` cost? (100 batches of memory, and nothing is gained if reading is the slower of the two.)
 
 # %% [markdown]
-# ## 5. More workers (core, 15 min)
+# ## 5. More workers (core, 16 min)
 #
 # If reading is slower than computing, one reader is not enough. Loaders therefore have **workers**: w processes, each
 # of which reads other batches. Processes do not share a GIL, so Python code runs at the same time as well. Together
@@ -636,7 +605,7 @@ for (name, way), seconds in step_s.items():
 #
 # $$\text{step} = \max\left(\frac{\text{read}}{w},\ \text{compute}\right)$$
 #
-# In PyTorch this is `DataLoader` with `num_workers`. Each worker reads up to `prefetch_factor` batches ahead, and with
+# In PyTorch this is a `DataLoader` with `num_workers`. Each worker reads up to `prefetch_factor` batches ahead, and with
 # `persistent_workers` the processes are kept from one epoch to the next.
 #
 # NERSC has published the log of such a training run: a ViT on ERA5, one A100, 16 samples a step, four epochs of 512
@@ -681,7 +650,7 @@ plot.lines(
 # the times in the log the runs with 8 and 16 workers took place in the same minutes, so they may also have disturbed
 # each other. What can be measured here is what workers do to the loop beside them.
 #
-# Reading that waits for a network needs no core. Reading that unpacks chunks does. A step then needs read + compute
+# Reading that waits for a network needs no core, but reading that unpacks chunks does. A step then needs read + compute
 # seconds of processor time, and c cores deliver these in (read + compute)/c at best. So for w of at least 1
 #
 # $$\text{step} \geq \max\left(\frac{\text{read}}{w},\ \text{compute},\ \frac{\text{read} + \text{compute}}{c}\right)$$
@@ -692,9 +661,9 @@ plot.lines(
 #
 # We measure it with our file and labcode's `Loader`, which starts PyTorch's `DataLoader`. `take(step)` gives the batch
 # of a step, and notes in `waited_s` how long it has kept the loop waiting. Workers have read ahead before the loop
-# begins, so the first 8 steps do not count. Without a worker, reading and computing take
-# turns, and this first run also tells how long each of them takes. Before the workers, the thread of section 4 reads
-# the same file. The cell takes half a minute.
+# begins, so the first 8 steps do not count. Without a worker, reading and computing take turns, and this run also tells
+# how long each of them takes. Before the workers, the thread of section 4 reads the same file. The cell takes half a
+# minute.
 #
 # **Predict.** One thread shares the GIL with the loop, and one worker does not. How many times as long as with the
 # thread does a step take with the worker: 1 if the GIL is not what keeps the loop waiting, and 0.8 or less if it is?
@@ -753,25 +722,24 @@ plot.lines(
 
 # %% [markdown]
 # One worker, with a GIL of its own, is about as fast as the thread or a little faster. So with this file the GIL can
-# explain only a small part of a step. Look also at the printed milliseconds of computing. Where they are larger with
-# workers than without, forward and backward themselves got slower while others read or another program ran. The
-# comparison cannot say what they had to share: a core, the caches or the memory.
+# explain only a small part of a step. Where the printed milliseconds of computing are larger with workers than without,
+# forward and backward themselves got slower meanwhile. The comparison cannot say what they had to share: a core, the
+# caches or the memory.
 #
-# Workers take the reading out of the loop. More of them than cores add nothing. The bound is computed from the read and
-# compute of the first run, so it is as exact as the machine is steady: if another program was busy in that run, a later
-# point can lie below it. What the formula leaves out makes steps longer:
+# Workers take the reading out of the loop, and more of them than cores add nothing. The bound is computed from the read
+# and compute times of the run without workers. What the formula leaves out makes steps longer:
 #
 # - each batch has to get from the worker to the loop. PyTorch puts it into shared memory, which on Linux lies in
 #   `/dev/shm`;
 # - more processes than cores take turns, and each turn costs time and empties caches;
 # - workers have to be **started**: the time until the first batch with one worker contains an interpreter that imports
-#   PyTorch. labcode keeps it as a server from which all workers are forked, so that the later ones are there sooner.
-#   PyTorch's `DataLoader` starts its workers in each epoch anew, unless `persistent_workers` is on;
+#   PyTorch. labcode keeps it as a server from which all workers are forked, so that the later ones start faster.
+#   PyTorch's `DataLoader` starts its workers anew in each epoch, unless `persistent_workers` is on;
 # - each worker has its own memory: its own copy of what the dataset holds, and `prefetch_factor` batches.
 #
 # On a cluster, the ranks of a node share its cores. With 64 cores and 8 GPUs there are c = 8 for each rank: one for the
-# loop, and 7 for its workers. `len(os.sched_getaffinity(0))` says how many a process may use, which is what SLURM gave
-# it; `os.cpu_count()` says what the node has.
+# loop, and 7 for its workers. `len(os.sched_getaffinity(0))` says how many cores SLURM gave to the process;
+# `os.cpu_count()` says how many the node has.
 #
 # **Takeaway: take as many workers as make read/w smaller than compute, and never more than the cores that the loop
 # leaves.**
@@ -780,11 +748,11 @@ plot.lines(
 # *For the instructor.* Ask: with `nproc` cores and four ranks on this node, how many workers for each rank?
 
 # %% [markdown]
-# ## 6. PyTorch's profiler (core, 33 min)
+# ## 6. PyTorch's profiler (core, 40 min)
 #
 # Your timer knows the parts that you named. PyTorch's profiler also records every single operation, on the CPU and on a
-# GPU. What it writes is called a **trace**: a list of events, each with a name, a start and a stop. How do you get from
-# such a list to "the device waited for data half of the time"? Here is a step of 20 ms on a GPU that uses two queues:
+# GPU. It writes a **trace**: a list of events, each with a name, a start and a stop. How do you get from such a list to
+# "the device waited for data half of the time"? Here is a step of 20 ms on a GPU that uses two queues:
 
 # %% tags=["figure"]
 events = [  # name, start and stop in ms
@@ -802,26 +770,25 @@ plot.timeline(rows, caption="02.trace")
 
 # %% [markdown]
 # (The copy brings the first half of the batch to the GPU, while the loop still waits for the second.) Each moment of
-# the step belongs to one of three classes. Let us say that the device is **busy** if any operation runs on it, the copy
-# and the all-reduce included. If the loop waits for data while nothing runs on the device, the step **waits for data**.
-# A wait during which the device is busy costs nothing. All other moments are **idle**: the device has nothing to do,
-# and data is not the cause.
+# the step belongs to one of three classes. The device is **busy** if any operation runs on it, the copy and the
+# all-reduce included. If the loop waits for data while nothing runs on the device, the step **waits for data**. A wait
+# during which the device is busy costs nothing. All other moments are **idle**: the device has nothing to do, and data
+# is not the cause.
 #
-# Durations must not be added up. Backward and the all-reduce take 5 + 4 = 9 ms, but together they last from 13 to 19,
-# and that is 6 ms. What counts is the **union** of the intervals.
+# Durations must not be added up. Backward and the all-reduce take 5 + 4 = 9 ms, but together they last only 6 ms, from
+# 13 to 19. What counts is the **union** of the intervals. So in these 20 ms the device is busy for 12, from 6 to 12 and
+# from 13 to 19. The step waits for data for 6, from 0 to 6, since from then on something is copied. It is idle for 2,
+# from 12 to 13 and from 19 to 20.
 #
-# One thing this rule cannot see. A copy counts as busy, so a step that only waits for its copies looks fully busy,
+# One thing this rule cannot see: a copy counts as busy, so a step that only waits for its copies looks fully busy,
 # although nothing is computed. When nearly all of a step is busy, ask next how much of that is computing.
-#
-# So in these 20 ms the device is busy for 12, from 6 to 12 and from 13 to 19. The step waits for data for 6, from 0 to 6,
-# since from then on something is copied. It is idle for 2, from 12 to 13 and from 19 to 20.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 2.4 · Where the time went
 #
 # Write this analysis. `events` is a list of (name, start, stop), in any order. The event `"data"`, which may occur
 # several times, is a wait of the loop; every other event is an operation on the device. All of them lie between 0 and
-# `step`, where the step ends. Operations overlap, touch, or lie inside one another.
+# `step`, where the step ends. Operations may overlap, touch, or lie inside one another.
 #
 # - `covered(spans)` is a helper, which you may use or not: how long at least one of the spans runs. Each span is a pair
 #   (start, stop).
@@ -857,10 +824,10 @@ def where_time_went(events, step):
 check("2.4", where_time_went)
 
 # %% [markdown]
-# Now a real trace. A profiler does not know what "forward" is: somebody has to tell it where such a part begins and
-# ends. In PyTorch's profiler a named part is a `record_function`, which is a context. NVIDIA's profiler has two calls
-# instead, `torch.cuda.nvtx.range_push(name)` and `torch.cuda.nvtx.range_pop()`. (NVTX is NVIDIA's library for such
-# marks.) The next cell makes two functions of the same kind for PyTorch's profiler, so that the same loop serves both.
+# Now a real trace. A profiler does not know what "forward" is: you have to tell it where such a part begins and ends.
+# In PyTorch's profiler a named part is a `record_function`, which is a context. NVIDIA's profiler has two calls of its
+# library NVTX instead, `torch.cuda.nvtx.range_push(name)` and `torch.cuda.nvtx.range_pop()`. The next cell makes two
+# functions of the same kind for PyTorch's profiler, so that the same loop serves both.
 
 # %%
 from torch.profiler import record_function
@@ -917,8 +884,8 @@ check("2.5", marked_step)
 
 # %% [markdown]
 # A whole training run is too much to look at. We train for two epochs of three steps with each of the two files, and
-# record the last epoch alone: `start()` and `stop()` say from when to when. The first one warms up. The name
-# `ProfilerStep#n` marks a step for the tools that read the recording.
+# record only the last one, between `start()` and `stop()`. The first one warms up. The name `ProfilerStep#n` marks a
+# step for the tools that read the recording.
 
 # %%
 from torch.profiler import ProfilerActivity, profile
@@ -956,15 +923,15 @@ print(summary(by_file["ViT, whole maps"], rows=6))
 #   a CPU the reading itself consists of operations, so all of "data" counts as waiting there;
 # - the parts of the loop, somewhat longer than by your timer, since recording takes time itself;
 # - the operations with the most **self time**, which is the time in an operation without those that it calls. `addmm`
-#   and `mm` are matrix products;
-# - the **recommendation**, which comes from these shares by fixed rules. A rule knows what it was given: here it sees
-#   that the loop waits for data, and not that most of the bytes that are read are thrown away. You found that in
-#   section 3, and it costs no worker.
+#   and `mm` are matmuls;
+# - the **recommendation**, which comes from these fractions by fixed rules. The rules see that the loop waits for data,
+#   but not that most of the bytes that are read are thrown away. You found that in section 3, and curing it costs no
+#   worker.
 #
-# In a long run nobody stands by to call `start()` and `stop()`. The profiler takes a **schedule** instead, and counts
-# steps by itself when the loop calls `step()`. `wait` steps are not watched. `warmup` steps are watched and thrown
-# away, since the first ones after the start are slower than usual. `active` steps are kept, and then
-# `on_trace_ready` gets them. All this happens `repeat` times; 0 means until the loop ends.
+# In a long run nobody stands by to call `start()` and `stop()`. There the profiler takes a **schedule** and counts steps
+# by itself when the loop calls `step()`. `wait` steps are not watched. `warmup` steps are watched and thrown away, since
+# the first ones after the start are slower than usual. `active` steps are kept and given to `on_trace_ready`. All this
+# happens `repeat` times; 0 means until the loop ends.
 
 # %%
 from torch.profiler import schedule
@@ -987,8 +954,8 @@ print("what it does:", *[plan(step).name for step in range(10)])
 print("kept:", kept)
 
 # %% [markdown]
-# Of ten steps, 0 to 9, it keeps 5 and 6. The last step of a round hands the trace over, so it is called
-# `RECORD_AND_SAVE`. On a cluster `keep` would write the file of its rank, with `recorder.export_chrome_trace(path)`.
+# Of ten steps it keeps 5 and 6. On a cluster `keep` would write the file of its rank, with
+# `recorder.export_chrome_trace(path)`.
 #
 # Now the same for another training run: the small GPT on text of lesson 00, whose data is a row of characters in
 # memory. A run of labcode records steps with `--profile.steps`.
@@ -1000,21 +967,18 @@ done = launch.run(
     env_extra={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
 )
 by_gpt = read("runs/gpt")
-print(summary(by_gpt, rows=6))
 plot.step_breakdown({**by_file, "GPT on text": by_gpt}, caption="02.three_runs")
 
 # %% [markdown]
-# For the GPT more workers would change nothing: there is no data to wait for. What takes its time is computing itself,
-# and the many small operations of a small model. These are the subject of lessons 03 and 03b. (The few percent
-# of communication are those of a group with a single rank: labcode calls the same collectives then, though there is
-# nobody to send to.)
+# For the GPT more workers would change nothing, since there is no data to wait for. Its time goes into computing itself,
+# and into the many small operations of a small model, which are the subject of lessons 03 and 03b. (The few percent of
+# communication come from a group with a single rank: labcode calls the same collectives then.)
 #
 # A recorded run can be opened in [Perfetto](https://ui.perfetto.dev), which shows each operation of the file under
-# `runs/gpt/profile` on a time line. Look for gaps there: on the track of a GPU a gap is a moment in which it was not
-# busy, and what the loop did meanwhile stands in the track of its thread. For the traces of many GPUs there is HTA
-# (Holistic Trace Analysis). For each rank it splits the time of the GPU into computing, communication and copies of
-# memory, and idle time, so a step that is bound by its copies can be told there. TensorBoard's tab for profiles is
-# deprecated.
+# `runs/gpt/profile` on a timeline. Look for gaps there: on the track of a GPU a gap is a time in which it was not busy,
+# and the track of the loop's thread shows what the loop did meanwhile. For the traces of many GPUs there is HTA
+# (Holistic Trace Analysis). For each rank it splits the time of the GPU into computing, communication and memory copies,
+# and idle time, so it shows when a step is bound by its copies. TensorBoard's tab for profiles is deprecated.
 #
 # **Takeaway: profile before you change anything. What cures one training run does nothing for another.**
 
@@ -1025,11 +989,11 @@ plot.step_breakdown({**by_file, "GPT on text": by_gpt}, caption="02.three_runs")
 # `pop()` is left out, and every later part lies inside an earlier one.
 
 # %% [markdown]
-# ## 7. Broken on purpose (core, 5 min)
+# ## 7. Broken on purpose (core, 4 min)
 #
-# One sample of this dataset is damaged. It is read by a worker, in another process. What does the loop get? (The worker
-# is forked, so that the demonstration begins at once. For a training run, prefer `"forkserver"`, which is Python's own
-# choice on Linux from 3.14 on: a fork of a process with threads can hang, and on macOS it can crash.)
+# One sample of this dataset is damaged. It is read by a worker, in another process. What does the loop get? The worker
+# is forked here, so that the demonstration begins at once. For a training run, prefer `"forkserver"`, which is Python's
+# own choice on Linux from 3.14 on: a fork of a process with threads can hang, and on macOS it can crash.
 
 # %% tags=["raises-exception"] raises="ValueError: Caught ValueError in DataLoader worker process 0."
 from torch.utils.data import DataLoader
@@ -1043,13 +1007,13 @@ for number, batch in enumerate(damaged):
 # %% [markdown]
 # PyTorch does what you did in exercise 2.3: the error travels through the queue, and the loop gets it instead of the
 # batch. Read such a message from its **end**: the last line is the error of the dataset, and above it is the
-# traceback of the worker. labcode's own loader shortens it to one line. Two other messages are about memory:
+# traceback of the worker. Two other messages are about memory:
 #
-# - "DataLoader worker (pid 123) is killed by signal: Killed": the machine ran out of memory. Take fewer workers, or
+# - "DataLoader worker (pid 123) is killed by signal: Killed": the machine ran out of memory. Use fewer workers, or
 #   less prefetch.
 # - "DataLoader worker (pid 123) is killed by signal: Bus error. It is possible that dataloader's workers are out of
 #   shared memory": the batches of the workers no longer fit into `/dev/shm`. Containers often have only 64 MB of it;
-#   start them with more (`docker run --shm-size=8g`, or `--ipc=host`), or take fewer workers or less prefetch.
+#   start them with more (`docker run --shm-size=8g`, or `--ipc=host`), or use fewer workers or less prefetch.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Ask: why do batches 0 and 1 still come? (The queue is in order, and the error stands in the
@@ -1095,17 +1059,16 @@ for event in sorted(recorded.key_averages(), key=lambda event: -event.cpu_time_t
 # %% [markdown] tags=["exercise"]
 # ### Exercise 2.6 · Open end: the same training run, faster
 #
-# Write `faster_training`, which gives the same log and the same weights. Let the table above tell you where to begin:
+# Write `faster_training`, which gives the same log and the same weights. The table above tells you where to begin:
 # there are three things to cure. Besides what the slow one calls, a job has `job.read_crop(time, place)`, where `place`
 # is what `job.place(step)` returns. It gives that part of one map, [variables, 60, 60], not normalised. The rubric of
 # the check:
 #
 # 1. The weights and the log are those of the slow run, after any number of steps.
 # 2. What does not change is computed once. What nobody looks at is not computed, and what is not used is not read.
-# 3. The guard of the run is still there: when a weight is no finite number any more, the same step ends in an error.
+# 3. The guard of the run is still there: when a weight is no longer a finite number, the same step ends in an error.
 #
-# The check counts calls, so it does not matter how busy your machine is. It runs the slow one too, so it takes some
-# 10 seconds.
+# The check counts calls. It runs the slow one too, so it takes some 10 seconds.
 
 # %% tags=["exercise"]
 def faster_training(job, num_steps):
@@ -1133,11 +1096,11 @@ check("2.6", faster_training)
 # the step. For those who go on: read ahead with the class of exercise 2.3, and measure.
 
 # %% [markdown]
-# ## 9. The copy on a stream of its own (optional, 10 min)
+# ## 9. The copy on a stream of its own (optional, 4 min)
 #
 # On a GPU a batch has to be copied before it is used. With four workers, this copy is what NERSC sees next in its trace:
 # it runs in the same queue as the kernels, so nothing is computed meanwhile. A queue of the GPU is called a **stream**,
-# and what is in different streams may run at the same time. This class starts the copy of the next batch on a stream of
+# and work in different streams may run at the same time. This class starts the copy of the next batch on a stream of
 # its own before it hands over the present one.
 
 # %% tags=["by-hand"]
@@ -1180,17 +1143,17 @@ for states, _ in l02_by_hand.CopiedAhead(batches, "cpu"):
 # %% [markdown]
 # Three of its lines matter on a GPU:
 #
-# - `wait_stream` lets the kernels of the loop wait for the copies that are in the other stream at this moment. It stands
-#   before the next copy is started. One line later, and each step would wait for the copy of the next batch as well.
+# - `wait_stream` makes the kernels of the loop wait for the copies that are in the other stream at this moment. It is
+#   called before the next copy is started. One line later, each step would wait for the copy of the next batch as well.
 # - `record_stream` tells PyTorch's allocator that the kernels use memory that was allocated in the other stream.
 #   Without it the memory could be given to a later copy while a kernel still reads it.
 # - `non_blocking=True` needs pinned memory. The `DataLoader` of the next section has `pin_memory=True`.
 #
-# Here, on a CPU, it hands the batches through, and nothing is saved. It has not been timed for this lesson. labcode's own
-# version, `data.copy_ahead.CopyAhead`, does the same in a thread, so that the loop does not wait for the reader either.
+# Here, on a CPU, it only passes the batches on. It has not been timed for this lesson. labcode's own version,
+# `data.copy_ahead.CopyAhead`, does the same in a thread, so that the loop does not wait for the reader either.
 
 # %% [markdown]
-# ## From here to GPUs and SLURM (core, 10 min)
+# ## From here to GPUs and SLURM (core, 5 min)
 #
 # | where | start |
 # |---|---|
@@ -1229,8 +1192,8 @@ for states, _ in l02_by_hand.CopiedAhead(batches, "cpu"):
 # from other memory, `non_blocking=True` has no effect. The copy above waits in the same queue as the kernels. Section 9
 # gives it a queue of its own, and labcode does so with `--loader.pin_memory`.
 #
-# For GPUs there is also NVIDIA's profiler Nsight Systems. Your `marked_step` serves it as it is: give it NVIDIA's two
-# functions. Two more calls do what `start()` and `stop()` of section 6 do, here for the last of four epochs:
+# For GPUs there is also NVIDIA's profiler Nsight Systems. Your `marked_step` works with it as it is: give it NVIDIA's
+# two functions. Two more calls do what `start()` and `stop()` of section 6 do, here for the last of four epochs:
 #
 # ```python
 # nvtx = torch.cuda.nvtx
@@ -1251,12 +1214,12 @@ for states, _ in l02_by_hand.CopiedAhead(batches, "cpu"):
 # The command writes `epoch_3.nsys-rep`, a file for the program Nsight Systems on your own computer. A run of labcode
 # does all of this with `--profile.steps 10:13 --profile.nvtx`.
 #
-# NVIDIA's loading library **DALI** answers two limits of section 5. Its own readers are C++ threads in the process of the
-# loop, and it can crop, turn and normalise samples on the GPU, on streams of its own. It has no reader for HDF5 or zarr.
-# So NERSC's pipeline keeps 8 processes of Python for reading, and DALI copies and normalises: 12.6 samples/s in the
+# NVIDIA's loading library **DALI** lifts two limits of section 5. Its own readers are C++ threads in the process of the
+# loop, and it can crop, rotate and normalise samples on the GPU, on streams of its own. It has no reader for HDF5 or
+# zarr, so NERSC's pipeline keeps 8 Python processes for reading, and DALI copies and normalises: 12.6 samples/s in the
 # first epoch and 13.2 in the last, against 12.2 and 12.6 with four workers. labcode's is `--loader.backend dali`.
 #
-# ## Questions (core, 5 min)
+# ## Questions (core, 3 min)
 #
 # **1.** A GPU is twice as fast as the one before. The data wait of the old one was 0 %, with read/w at 80 % of compute.
 # What is it on the new one?
@@ -1264,18 +1227,10 @@ for states, _ in l02_by_hand.CopiedAhead(batches, "cpu"):
 # <details><summary>Answer</summary>
 #
 # Compute is now 50 % of what it was, and read/w still 80 %. The step takes 80 %, and 30 of the 80 are waiting: 37.5 %.
-# So it is 1.25 times as fast, and not twice.
+# So it is 1.25 times as fast instead of twice.
 # </details>
 #
-# **2.** On a GPU your timer says: forward 2 ms, backward 3 ms, `loss.item()` 80 ms. Which line do you optimise?
-#
-# <details><summary>Answer</summary>
-#
-# None yet. `loss.item()` waits for everything that was launched before it. Measure with events, or with the profiler,
-# where the 80 ms of the GPU go. (Calling `item()` less often still helps: the loop can launch ahead then.)
-# </details>
-#
-# **3.** Samples are whole maps of one time. Which chunks would you choose, and what do they do to someone who reads the
+# **2.** Samples are whole maps of one time. Which chunks would you choose, and what do they do to someone who reads the
 # temperature of Paris in all 40 years?
 #
 # <details><summary>Answer</summary>
@@ -1284,7 +1239,7 @@ for states, _ in l02_by_hand.CopiedAhead(batches, "cpu"):
 # whole maps that is all of the temperature.
 # </details>
 #
-# **4.** From lesson 00: a GPU multiplies two matrices of 8192 rows and columns at 500 TFLOP/s. How long does that take?
+# **3.** From lesson 00: a GPU multiplies two matrices of 8192 rows and columns at 500 TFLOP/s. How long does that take?
 # And what does `time.perf_counter()` before and after `a @ b` say?
 #
 # <details><summary>Answer</summary>
@@ -1297,7 +1252,7 @@ for states, _ in l02_by_hand.CopiedAhead(batches, "cpu"):
 #
 # | concept | formula or fact | in labcode |
 # |---|---|---|
-# | a step at best | 6 N T FLOPs / rate of a large matrix product | `perf.flops`, `train.device_speed` |
+# | a step at best | 6 N T FLOPs / rate of a large matmul | `perf.flops`, `train.device_speed` |
 # | parts of a step | each moment counts once; the rest is a part | `train.ranges.StepRanges` |
 # | a GPU's time | events, or synchronize before you look at the clock | `train.ranges.StepRanges` |
 # | chunks | read whole: their number times their size | `data.generate --chunks` |
