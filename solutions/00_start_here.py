@@ -15,7 +15,7 @@
 #
 # This course trains neural networks on many processors at once, and every lab runs for real on the machine in front of
 # you. This first lesson shows how a lesson works, how to start four processes that talk to each other, what your machine
-# can do, and how to train a small GPT on two of the processes.
+# can do, and how to train a small GPT on two processes.
 #
 # ## Goals
 #
@@ -25,11 +25,11 @@
 # - know why four ranks are not four times faster here, and how much faster they are;
 # - launch a training run the way a cluster does, and read its curve and its errors.
 #
-# **Time**: 58 minutes. A good place for a break is after section 2. **Needs**: PyTorch on one device;
+# **Time**: 63 minutes. A good place for a break is after section 2. **Needs**: PyTorch on one device;
 # nothing about distributed training.
 #
 # The next cell belongs to all sections: run it wherever you begin. It also starts four processes, which section 2
-# explains. That takes some seconds.
+# explains; that takes some seconds.
 
 # %%
 import math
@@ -48,16 +48,15 @@ cores = min(psutil.cpu_count(logical=False) or logical_cores, logical_cores)
 ranks = Ranks(4)
 
 # %% [markdown]
-# ## 1. How a lesson works (core, 5 min)
+# ## 1. How a lesson works (core, 6 min)
 #
-# A lesson is a series of rounds. Each explains one idea, asks you to **predict** something, runs it, and sets your
-# prediction beside what was measured. Write your prediction down before you run anything: a wrong prediction teaches
-# you more than none, because you learn what you took for granted.
+# A lesson is a series of rounds. Each explains one idea, asks you to **predict** something, runs it, and compares your
+# prediction with what was measured. Write your prediction down before you run anything: a wrong prediction teaches you
+# more than none, because you learn what you took for granted.
 #
-# Each question to predict stands in a box. In the cell after it, replace the three dots with your answer: a number, or
-# a word in quotation marks. `compare` then shows it beside what was found. It accepts a number that is close enough:
-# within a factor that it names, 2 for example. Where it asks for the exact answer it says "right" or "wrong". Let us
-# try it.
+# Each question to predict is in a box. In the cell after it, replace the three dots by your answer: a number, or words
+# in quotation marks. `compare` then shows it beside what was found. It accepts a number that is close enough: within a
+# factor that it names, 2 for example. Where it asks for the exact answer it says "right" or "wrong". Let us try it.
 #
 # Many processors run two threads at once on each core. The operating system then counts every core twice, and calls
 # these the *logical* cores. The comparison accepts both numbers, as it asks for a factor of at most 2.
@@ -73,15 +72,14 @@ compare("cores of this machine", cores_guess, logical_cores, within=2, found="co
 # %% [markdown]
 # The other thing you do is write code. An **exercise** gives you a cell to complete, and the cell below it checks what
 # you wrote. `check` says "right", "not done yet", or "wrong" with one sentence about what is wrong. When that is not
-# enough, type `hint("0.1")` into a cell of your own: each call shows one more hint for exercise 0.1. It works in every
-# lesson. You cannot break anything: run a cell as often as you like, and go on without an exercise if you want to. If
-# you have no answer to a question, leave the three dots, but run their cell: later cells use its names.
+# enough, type `hint("0.1")` into a cell of your own: each call shows one more hint for exercise 0.1. You cannot break
+# anything: run a cell as often as you like, and skip an exercise if you want to. If you have no answer to a question,
+# leave the three dots, but run their cell: later cells use its names.
 #
 # > **Measured times.** Your machine does other things as well, so two measurements of one thing differ, by a tenth or
-# > more when it is busy. Every comparison of times says how far it lets them differ. Where one says "NOT within" and the
+# > more when it is busy. Every comparison of times says how far they may differ. Where one says "NOT within" and the
 # > machine was busy, run its cell again. Numbers of bytes, messages and FLOPs are exact everywhere.
-
-# %% [markdown]
+#
 # What you have done is kept. This picture counts the exercises that have passed, in this lesson and in all. To see it
 # again, run the cell again, or type `python -m labcode` in a terminal.
 
@@ -89,19 +87,16 @@ compare("cores of this machine", cores_guess, logical_cores, within=2, found="co
 plot.progress()
 
 # %% [markdown]
-# ## 2. Your first four ranks (core, 18 min)
+# ## 2. Your first four ranks (core, 26 min)
 #
 # A **rank** is one process of a job, with a number from 0 up. Each has its own memory, its own Python, and on a cluster
 # its own GPU. `ranks = Ranks(4)` in the first cell of this notebook has started four of them on this machine and
 # connected them. They stay for the whole lesson.
-
-# %%
-ranks
-
-# %% [markdown]
+#
 # `ranks.run(f)` sends a function to all ranks, runs it on all of them at the same time, and returns the results in rank
 # order. If the first parameter of the function is called `rank`, each rank gets its own number there. What a rank
-# prints comes back with its number.
+# prints comes back with its number. Here each rank returns the number that the operating system gave to its process,
+# the **pid**.
 
 # %% tags=["nbval-check-output"]
 def who(rank):
@@ -109,23 +104,11 @@ def who(rank):
     return os.getpid()
 
 pids = ranks.run(who)
+print(len({*pids, os.getpid()}), "processes, with this notebook")
 
 # %% [markdown]
-# Each process of a computer has a number, its **pid**, and each rank returned its own.
-#
-# **Predict.** Four ranks ran the same function, and this notebook is a process too. How many different pids are there
-# among the four ranks and this notebook?
-
-# %% tags=["predict"]
-pids_guess = 5
-
-# %% tags=["nbval-check-output"]
-different = len({*pids, os.getpid()})
-compare("different processes", pids_guess, different, within=1, found="counted")
-
-# %% [markdown]
-# Five processes, and nothing is shared between them. A variable that is set on one is unknown to the others, and a
-# tensor gets from one to another only if it is **sent**.
+# Nothing is shared between the five processes. A variable that is set on one is unknown to the others, and a tensor
+# gets from one to another only if it is **sent**.
 #
 # Cells that begin with `%%px` run on the ranks, not in this notebook. There the names `rank`, `world_size`, `torch`
 # and `dist` exist already. (In a function of your own, `dist.get_rank()` and `dist.get_world_size()` give the first two.)
@@ -140,8 +123,8 @@ print("does this notebook know the secret?", "secret" in globals())
 
 # %% [markdown]
 # Ranks talk through **collectives**: operations that all of them call together. The most important one is `all_reduce`.
-# Each rank brings a tensor, they are added up, and every rank gets the sum: it overwrites what the rank brought. The
-# call itself returns nothing.
+# Each rank brings a tensor, the tensors are added up, and on every rank the sum overwrites what it brought. The call
+# itself returns nothing.
 
 # %% tags=["figure"]
 plot.collective("all_reduce", 4, caption="00.sum")
@@ -163,15 +146,15 @@ compare("sum on each rank", sum_guess, sums[0], within=1, found="computed")
 print(sums)
 
 # %% [markdown]
-# **Takeaway: ranks share nothing. What one knows and another needs must be sent, and in a collective all of them take
+# **Takeaway: ranks share nothing. What one rank needs from another must be sent, and in a collective all of them take
 # part.**
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 0.1 · Deal out the work
 #
 # Data parallelism begins by dividing a list over the ranks. Complete the function: rank `rank` of `world_size` takes
-# its share of the items, as a list. Every item goes to exactly one rank, and no rank gets more than one item more than
-# another. The items can be anything, numbers or not, and some may be equal. One line is enough.
+# its share of the items, as a list. Every item goes to exactly one rank, and the sizes of two shares differ by at most
+# one. The items can be anything, numbers or not, and some may be equal. One line is enough.
 
 # %% tags=["exercise"]
 def share(items, rank, world_size):
@@ -192,11 +175,9 @@ hint("0.1")
 # %% [markdown] tags=["exercise"]
 # ### Exercise 0.2 · The mean of everything
 #
-# Each rank holds some numbers, and not equally many. Return the mean over **all** of them, the same on every rank.
-# Leave the tensor that you are given as it is.
-#
-# In a collective all ranks must bring tensors of the same size. So think first about what each rank has to tell the
-# others, in as few numbers as possible.
+# Each rank holds some numbers, but not equally many. Return the mean over **all** of them, the same on every rank.
+# Leave the tensor that you are given as it is. In a collective all ranks must bring tensors of the same size. So think
+# first about what each rank has to tell the others, in as few numbers as possible.
 
 # %% tags=["exercise"]
 def mean_over_ranks(local):
@@ -227,53 +208,12 @@ check("0.2", mean_over_ranks, ranks)
 # One call is faster: lesson 01, section 6, says why.)
 
 # %% [markdown]
-# ## 3. What does this machine have? (core, 12 min)
+# ## 3. What does this machine have? (core, 10 min)
 #
 # Training is mostly matrix multiplication, so we measure a machine by the number of floating-point operations that it
-# does in a second, **FLOP/s**. Two things set it on a CPU: how many cores there are, and how much one core does in a
-# clock cycle.
-
-# %%
-memory_bytes = psutil.virtual_memory().total
-gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-gpu_names = ", ".join(gpus) or "none"
-print(f"{cores} cores, which the operating system counts as {logical_cores}")
-print(f"{memory_bytes / 2**30:.0f} GiB of memory, GPUs: {gpu_names}")
-
-# %% [markdown]
-# How much a core does in a cycle depends on its kind and on its instructions. PyTorch says which ones it uses here:
-
-# %%
-processor = hardware.cpu_name()
-instructions = torch.backends.cpu.get_cpu_capability()
-print("processor:", processor)
-print("instructions:", instructions)
-
-# %% [markdown]
-# A core of a PC does 32 floating-point operations in a cycle with AVX2 instructions, and 64 with AVX512 on most of
-# Intel's Xeon and on AMD's Zen 5 (EPYC 9005, Ryzen 9000). If in doubt, take 32. Most processors run at roughly 3 billion
-# cycles per second. The comparison accepts a factor of 2, because a clock can be anything from 2 to 5 GHz, and because a
-# matrix product does not reach the whole peak.
-#
-# <details><summary>Where do 32 and 64 come from, and what about Apple?</summary>
-#
-# With AVX2 a core has two units, and each of them multiplies and adds 8 numbers of 32 bits in every cycle: 2 · 8 · 2 =
-# 32. With AVX512 a unit takes 16 numbers. AMD's Zen 4 knows these instructions and puts each through units of 8, so it
-# stays at 32. A core of Apple's M series has four units of 4 numbers, 32 as well; but there PyTorch multiplies on a
-# matrix unit beside the cores, for which none of this holds, so leave the three dots.
-# </details>
-#
-# **Predict.** How many FLOP/s do all cores of this machine reach together? (Write the plain number: one GFLOP/s is
-# 1e9.)
-
-# %% tags=["predict"]
-peak_guess = cores * 3e9 * 32
-if instructions == "AVX512" and "Xeon" in processor:
-    peak_guess = cores * 3e9 * 64
-
-# %% [markdown]
-# Now measure. Multiplying two n × n matrices takes n multiplications and n additions for each of the n² results. That
-# is **2 n³ FLOPs**. The first product starts the threads, so we leave it out. Of the others we take the median.
+# does in a second, **FLOP/s**. Multiplying two n × n matrices takes n multiplications and n additions for each of the n²
+# results. That is **2 n³ FLOPs**. The first product starts the threads, so we leave it out. Of the others we take the
+# median.
 
 # %%
 def matmul_flops_per_s(n=1024, repeats=9):
@@ -289,32 +229,33 @@ def matmul_flops_per_s(n=1024, repeats=9):
     return 2 * n**3 / median
 
 measured_flops = matmul_flops_per_s()
-compare("matrix product", peak_guess, measured_flops, within=2, unit="FLOP/s")
+memory_bytes = psutil.virtual_memory().total
+gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+gpu_names = ", ".join(gpus) or "none"
+print(f"{cores} cores, which the operating system counts as {logical_cores}")
+print(f"{memory_bytes / 2**30:.0f} GiB of memory, GPUs: {gpu_names}")
+print(f"all cores together: {measured_flops / 1e9:.0f} GFLOP/s")
 
 # %% [markdown]
-# If prediction and measurement lie within a factor of two, the model of the machine is good enough for what follows. If
-# they do not, your cores may be of another kind, or the machine hides something: what a cloud sells as a core is often
-# one of the two threads of a core, which share its units. Go on with the measured number.
-#
 # A datasheet gives the same number for a GPU. `labcode.hardware` keeps a short table of such peaks, each with its
 # source. They hold for numbers of 16 bits (bfloat16), in which large models are trained; the measurement above used 32
-# bits, PyTorch's default.
+# bits, PyTorch's default. One TFLOP/s is 1,000 GFLOP/s.
 
 # %% tags=["figure"]
 a100 = hardware.find("NVIDIA A100-SXM4-80GB")
 h100 = hardware.find("NVIDIA H100 80GB HBM3")
-rates = {
-    "this CPU": measured_flops,
-    "A100": a100.peak_flops_per_s["bfloat16"],
-    "H100": h100.peak_flops_per_s["bfloat16"],
+tflops = {
+    "this CPU": measured_flops / 1e12,
+    "A100": a100.peak_flops_per_s["bfloat16"] / 1e12,
+    "H100": h100.peak_flops_per_s["bfloat16"] / 1e12,
 }
-such_cpus = round(rates["H100"] / measured_flops, -3)
-plot.bars(rates, cpus=f"{such_cpus:,.0f}", caption="00.peaks")
+such_cpus = round(tflops["H100"] / tflops["this CPU"], -3)
+plot.bars(tflops, cpus=f"{such_cpus:,.0f}", caption="00.peaks")
 
 # %% [markdown]
-# Training GPT-3 took 3.14e23 FLOPs (Brown et al. 2020, table D.1). How long would one machine need, and how long
-# would 1024 GPUs? For the CPU we take all that we have measured. For a GPU we take 40 % of the datasheet's peak,
-# which is what a good training run reaches (Grattafiori et al. 2024 report 38 to 43 %, on up to 16,384 of them).
+# Training GPT-3 took 3.14e23 FLOPs (Brown et al. 2020, table D.1). How long would one machine need, and how long would
+# 1024 GPUs? For the CPU we take what we have measured. For a GPU we take 40 % of the datasheet's peak, which is what a
+# good training run reaches (Grattafiori et al. 2024 report 38 to 43 %, on up to 16,384 of them).
 
 # %%
 gpt3_flops = 3.14e23
@@ -330,9 +271,9 @@ for name, flops_per_s in machines.items():
     print(f"{name:10} {days:14,.1f} days = {days / 365:10,.2f} years")
 
 # %% [markdown]
-# Time is one reason for many devices, memory is the other. While a model is trained, each of its parameters takes about
-# 16 bytes: the parameter itself, its gradient, and what the optimizer keeps for it (Rajbhandari et al. 2020; lesson 04,
-# section 6, counts them). GPT-3 has 175 billion parameters (Brown et al. 2020).
+# Time is one reason for many devices, and memory is the other. While a model is trained, each of its parameters takes
+# about 16 bytes: the parameter itself, its gradient, and what the optimizer keeps for it (Rajbhandari et al. 2020;
+# lesson 04, section 6, counts them). GPT-3 has 175 billion parameters (Brown et al. 2020).
 
 # %% tags=["nbval-check-output"]
 gpt3_bytes = 175e9 * 16
@@ -345,8 +286,7 @@ print(f"{num_h100:.0f} of them hold it, before they compute anything")
 # %% [markdown]
 # One GPU would need 25 years for the computation, and could not even hold the model. With 1024 of them it takes about
 # nine days, **if** they lose no time waiting for one another. Do they? NVIDIA has trained ten models on 32 to 3,072 A100,
-# each as large as its GPUs can hold (Narayanan et al. 2021, table 1), and published how much arithmetic each did in a
-# second.
+# each as large as its GPUs can hold, and published how many FLOP/s they reached (Narayanan et al. 2021, table 1).
 #
 # **Predict.** 32 of the GPUs do 4.4e15 FLOP/s together. How many do 3,072 of them do, 96 times as many?
 
@@ -374,33 +314,31 @@ plot.lines(
 )
 
 # %% [markdown]
-# They lose next to nothing: the larger models have larger products of matrices, which run better, and that pays for the
-# waiting. It took three ways of dividing a model at once, chosen well; 1,536 GPUs with another choice reached less than a
-# third of this for each GPU (table 2). This is what the course is about: how to divide a model and its data over
-# devices, what they must then tell each other, what that costs, and how to predict it before the cluster's bill arrives.
+# They lose next to nothing: the larger models have larger matrix products, which run more efficiently, and that makes up
+# for the waiting. It took three ways of dividing a model at once, chosen well; 1,536 GPUs with a different choice
+# reached less than a third of this per GPU (table 2). This is what the course is about: how to divide a model and its
+# data over devices, what they must then tell each other, what that costs, and how to predict it before the cluster's
+# bill arrives.
 #
 # **Takeaway: a large model is trained on many devices because it does not fit on one, and because one would take
 # decades.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* On virtual machines the measured FLOP/s can be half or a third of a right prediction, because
-# what is sold as a core is a hyper-thread: say so before somebody looks for a mistake. Ask the room: which of the two
+# *For the instructor.* On virtual machines the measured FLOP/s can be half or a third of what cores and clock promise,
+# because what is sold as a core is a hyper-thread. Ask the room: which of the two
 # reasons, time or memory, would remain if GPUs became a thousand times faster?
 
 # %% [markdown]
-# ## 4. Are four ranks four times as fast? (core, 6 min)
+# ## 4. Are four ranks four times as fast? (core, 7 min)
 #
-# Four processes do not make four cores. If the work is arithmetic, the ranks share what the machine has. On a cluster
-# each rank has its own GPU, and this question goes away. On one machine it is the first thing to know before any
-# measurement.
+# Four processes do not make four cores. On a cluster each rank has its own GPU, and this question goes away. On one
+# machine the ranks share the cores, which is the first thing to know before any measurement.
 #
 # In the next experiment rank 0 multiplies matrices, first alone, then together with one other rank, then with all four
-# at once. Each rank uses one core at a time, as `Ranks` starts it with `OMP_NUM_THREADS=1`, which torchrun does too:
-# one thread for arithmetic. While there are at least as many cores as ranks that compute, these do not disturb each
-# other. When there are fewer, they take turns: two ranks on one core get half of its time each. What counts are the
-# cores themselves, not the logical ones: two threads on one core share its units.
-#
-# The comparison accepts a factor of 1.5.
+# at once. Each rank computes with one thread, and so on one core at a time, because `Ranks` starts it with
+# `OMP_NUM_THREADS=1`, as torchrun does. As long as there are at least as many cores as ranks that compute, these do not
+# disturb each other. When there are fewer, they take turns: two ranks on one core get half of its time each. What counts
+# are the cores themselves, not the logical ones: two threads on one core share its units.
 #
 # **Predict.** How many times as long does rank 0 take when all four compute, compared with rank 0 alone? (This machine
 # has the number of cores that section 3 prints; here it is called `cores`.)
@@ -410,7 +348,7 @@ slowdown_guess = max(1, 4 / cores)
 
 # %% [markdown]
 # `dist.barrier()` returns when all ranks have called it, so all of them start together. Each measurement is made seven
-# times, in turn with the others, and we take the one in the middle.
+# times, in turn with the others, and we take the median.
 
 # %%
 import statistics
@@ -447,11 +385,8 @@ work_per_s = {
 plot.bars(work_per_s, reference={f"{cores} cores": cores}, caption="00.cores")
 
 # %% [markdown]
-# The work of all ranks together rises until every core is busy. More ranks then add next to nothing. With more ranks
-# than cores the total can even fall a little, because the ranks interrupt each other.
-#
-# Bars that never reach the line, however often you measure, mean that the cores of this machine are really threads that
-# share one.
+# The work of all ranks together rises until every core is busy. More ranks then add next to nothing. If the bars stay
+# well below the line, the cores of this machine are really threads that share one.
 #
 # So on this machine the labs show **what is computed and sent**, and that is exact. Where the time depends on a device
 # for each rank, the text says so, and gives the formula.
@@ -482,17 +417,13 @@ vocabulary = splits.tokenizer.vocab_size
 print(f"{vocabulary} different tokens")
 
 # %% [markdown]
-# The **loss** is the mean of -ln p, where p is the probability that the model gave to the token that really came. (The
-# natural logarithm makes its unit the *nat*.) An untrained model knows nothing: to it each token is about equally
-# likely.
+# The **loss** is the mean of -ln p, where p is the probability that the model gave to the token that really came. Its
+# unit is the *nat*, because of the natural logarithm. To an untrained model each token is about equally likely.
 #
-# For example, with 10 tokens in all, each has the probability 1/10, and the loss is -ln(1/10) = ln 10 = 2.3.
-#
-# **Predict.** What is the loss of the first step here? And what would it be for GPT-2, which knows 50,257 tokens?
+# **Predict.** What is the loss of the first step?
 
 # %% tags=["predict"]
-loss_guess = math.log(vocabulary)
-gpt2_loss_guess = math.log(50257)
+loss_guess = math.log(vocabulary)  # each token has the probability 1 / vocabulary
 
 # %%
 with following():
@@ -507,23 +438,10 @@ compare("loss of the first step", loss_guess, rows[0]["loss"], within=1.05, unit
 print(f"2 ranks, 80 steps, {seconds(done.seconds)} with starting and stopping")
 
 # %% [markdown]
-# We do not train GPT-2 here, but an untrained model is easily made up: it gives every token the same number. PyTorch's
-# own loss then says what it costs.
-
-# %%
-equally_likely = torch.zeros(1, 50257)
-any_token = torch.tensor([42])
-gpt2_loss = torch.nn.functional.cross_entropy(equally_likely, any_token).item()
-compare(
-    "GPT-2 before training", gpt2_loss_guess, gpt2_loss,
-    within=1.01, unit="nat", found="computed",
-)
-
-# %% [markdown]
-# The metrics of the run are lines of JSON, one for each logged step, so that any tool can read them. The same numbers
-# are in TensorBoard: open its tile in JupyterLab's launcher while a run is going. The dashed line is the **unigram
-# entropy**: the best loss of a model that knows how often each character occurs, and ignores the context. Below it, the
-# model uses what came before.
+# The first loss is ln(vocabulary), the loss of a model that knows nothing. The metrics of the run are lines of JSON, one
+# for each logged step, so that any tool can read them. The same numbers are in TensorBoard: open its tile in JupyterLab's
+# launcher while a run is going. The dashed line in the picture is the **unigram entropy**: the best loss of a model that
+# knows how often each character occurs, and ignores the context. Below it, the model uses what came before.
 
 # %% tags=["figure"]
 held_out = []
@@ -545,8 +463,7 @@ plot.curves(
 #
 # First torchrun warns that it sets `OMP_NUM_THREADS` to 1. Each rank then computes with one thread, as in section 4, and
 # here that is right. The last line but one of the run says where the time of a step went, and how much "of the matmul
-# rate" the training reached: its floating-point operations per second, divided by those of a large matrix product. That
-# product is timed once, when the run starts. If the machine was busy just then, more than 100 % can come out.
+# rate" the training reached: its FLOP/s, divided by those of a large matrix product that is timed when the run starts.
 #
 # **Takeaway: a launcher starts one process per rank, and each process learns its rank from its environment. The first
 # loss should be about the logarithm of the vocabulary's size; a run that starts far from it usually has a bug.**
@@ -568,9 +485,9 @@ ranks.run(fragile)
 
 # %% [markdown]
 # Read the line that begins with **RankError**. It names the rank that failed first, and that rank's own error, not the
-# broken connections that followed. Below it is the line where it happened on that rank. Tools on a cluster do not all
-# do you this favour; lesson 01, section 7, shows what the raw messages look like. The failed call has ended all four
-# processes. The next call starts new ones in a fraction of a second, and says what went with the old ones:
+# broken connections that followed. Below it is the line where it happened on that rank. Tools on a cluster rarely do
+# this for you; lesson 01, section 7, shows what the raw messages look like. The failed call has ended all four
+# processes. The next call starts new ones in a fraction of a second, and says what was lost with the old ones:
 
 # %% tags=["nbval-check-output"]
 def still_here(rank):
@@ -589,11 +506,10 @@ print(ranks.run(still_here))
 # job log with an echo, if you have one.
 
 # %% [markdown]
-# ## From here to GPUs and SLURM (core, 2 min)
+# ## From here to GPUs and SLURM (core, 1 min)
 #
-# The program does not change; what starts it does. With GPUs, each rank takes one, and the ranks talk through NCCL,
-# NVIDIA's library for that; without, they use CPU cores and a library called gloo. `labcode.comm.bootstrap` decides
-# this in one place.
+# The program does not change; what starts it does. With GPUs, each rank takes one, and the ranks talk through NVIDIA's
+# library NCCL; without, they use CPU cores and a library called gloo.
 #
 # | where | start | who tells the rank |
 # |---|---|---|
@@ -602,11 +518,11 @@ print(ranks.run(still_here))
 # | SLURM | `srun --ntasks-per-node=8 python -m labcode.train gpt_tiny` in a job | SLURM: `SLURM_PROCID`, `SLURM_NTASKS` |
 #
 # The ranks also need an address at which they meet. torchrun sets it, in `MASTER_ADDR` and `MASTER_PORT`. Under SLURM
-# nobody does, unless the job script sets both (lesson 14, section 2). PyTorch's own `dist.init_process_group` reads
-# `RANK`, `WORLD_SIZE` and these two, and knows nothing of SLURM. So a plain script that `srun` starts has to set `RANK`
-# from `SLURM_PROCID` and `WORLD_SIZE` from `SLURM_NTASKS` first. `labcode.train` reads the numbers of either.
+# the job script has to set both (lesson 14, section 2). PyTorch's own `dist.init_process_group` reads `RANK`,
+# `WORLD_SIZE` and these two, and knows nothing of SLURM. So a plain script that `srun` starts has to set `RANK` from
+# `SLURM_PROCID` and `WORLD_SIZE` from `SLURM_NTASKS` first. `labcode.train` reads the numbers of either.
 #
-# ## Questions (core, 5 min)
+# ## Questions (core, 3 min)
 #
 # **1.** A matrix product of two 4096 × 4096 matrices takes 0.7 s on a machine. How many FLOP/s is that?
 #
@@ -619,7 +535,7 @@ print(ranks.run(still_here))
 #
 # <details><summary>Answer</summary>
 #
-# It does not exist there. Ranks share no variables; whoever needs the number must be sent it.
+# It does not exist there. Ranks share no variables; a rank that needs the number must be sent it.
 # </details>
 #
 # **3.** A run with 50,257 tokens starts with a loss of 14. Is that bad luck?
@@ -643,7 +559,7 @@ print(ranks.run(still_here))
 #
 # ## Where to go
 #
-# Lesson 01 shows what ranks say to each other, and what it costs. Nobody has to read the whole course from the first
+# Lesson 01 shows what ranks say to each other, and what it costs. You need not read the whole course from the first
 # lesson to the last. Here is what needs what.
 #
 # ![The lessons in five rows, one for each part; an arrow leads from a lesson to each
@@ -651,8 +567,8 @@ print(ranks.run(still_here))
 #
 # `python -m labcode ways` prints ways through the course for one goal each, such as a DDP script of your own, with the
 # sections that they take and their minutes. `COURSE.md` has them below the map. `python -m labcode way ddp` takes one of
-# them: from then on `python -m labcode` says which section of that way comes next. Whoever gets eight GPUs on Monday
-# takes the way `monday`.
+# them: from then on `python -m labcode` says which section of that way comes next. If you get eight GPUs on Monday, take
+# the way `monday`.
 #
 # You can begin a lesson at any of its sections, or go on there the next day: run the cells above section 1, and then
 # those of the section. The heading of a section says how long it takes, and whether it is core or optional.
