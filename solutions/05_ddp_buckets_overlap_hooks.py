@@ -15,8 +15,8 @@
 #
 # In the last lesson you averaged gradients with one all-reduce for each parameter, after backward. That is correct, and
 # slow. In this lesson you make it fast in two steps: you send gradients together, and you send them while backward is
-# still computing. What you have at the end is the core of PyTorch's `DistributedDataParallel`, and section 5 times the
-# two side by side.
+# still computing. At the end you have the core of PyTorch's `DistributedDataParallel`, and section 5 times the two side
+# by side.
 #
 # ## Goals
 #
@@ -25,7 +25,7 @@
 # - say what overlap hides, and what it cannot hide;
 # - use DDP's own tools: `no_sync`, clipping, communication hooks, and its best-known error.
 #
-# **Time**: 125 minutes, and 20 more for what is optional. A good place for a break is after section 3. **Needs**:
+# **Time**: 121 minutes, and 15 more for what is optional. A good place for a break is after section 3. **Needs**:
 # lesson 01 (section 2), lesson 04 (section 1). For sections 1 and 4 also lesson 01 (section 6); for section 5 also
 # lesson 04 (section 4).
 
@@ -53,25 +53,20 @@ tokens = torch.randint(65, (8, 128), generator=torch.Generator().manual_seed(0))
 print(f"{len(sizes)} parameters, {gradient_bytes:,} bytes of gradients")
 
 # %% [markdown]
-# ## 1. One message instead of many (core, 22 min)
+# ## 1. One message instead of many (core, 24 min)
 #
 # In lesson 01, section 6, an all-reduce of n bytes on p ranks took 2 (p - 1) α + 2 (p - 1)/p · n/β seconds. α is the
-# latency of a message, and β is the bandwidth. The first part is paid once for each all-reduce, however small it is.
+# latency of a message, and β is the bandwidth. The first part is paid once for each all-reduce, however small it is. A
+# transformer has many small parameters, a weight and a bias in every normalisation and a bias in every linear layer. If
+# each gradient travels alone, each of them pays the first part.
 #
-# A transformer has many small parameters: every normalisation has a weight and a bias, and every linear layer has a
-# bias. If each gradient travels alone, each of them pays the first part.
-#
-# On four ranks the formula becomes 6 α + 1.5 n/β. Let us measure both parts on this machine. We send
-#
-# - 64 small messages, which cost little more than 6 α each, and
-# - one that is as large as all gradients of our model.
-#
-# Each is sent in four rounds, one after the other, and we take the fastest of four measurements.
+# On four ranks the formula becomes 6 α + 1.5 n/β. Let us measure both parts on this machine, with 64 small messages,
+# which cost little more than 6 α each, and with one that is as large as all gradients of our model. We keep the fastest
+# of four measurements.
 
 # %%
 from labcode.parallel.data import make_buckets
 from labcode.perf import alpha_beta
-from labcode.teach.labs import l05_by_hand
 
 
 def fastest_round_s(message_bytes):
@@ -95,9 +90,8 @@ print(f"alpha {link.alpha_s * 1e6:.0f} us, so 6 alpha is {6e3 * link.alpha_s:.1f
 print(f"all gradients in one message: {1e3 * large_s:.1f} ms")
 
 # %% [markdown]
-# What the large message takes beyond 6 α is the part of the bytes, 1.5 n/β. Here it is the small difference of two
-# noisy times, so do not take `link.beta_bytes_per_s` for the bandwidth of the machine. Lesson 01, section 6, measured
-# that with longer messages. For the sum below the difference is good enough.
+# What the large message takes beyond 6 α is the part of the bytes, 1.5 n/β. It is a small difference of two times, good
+# enough for the sum below. For the bandwidth of the machine take the longer messages of lesson 01, section 6.
 #
 # **Predict** with `link.alpha_s`, `link.beta_bytes_per_s` and `len(sizes)`: how many times as long as a single
 # all-reduce of all gradients does it take to send each gradient in an all-reduce of its own? Begin with what the bytes
@@ -131,36 +125,23 @@ plot.lines(
 )
 
 # %% [markdown]
-# All points in the figure send the same bytes. To the right, they are cut into more messages. Most of the time is saved
-# on the way from 64 messages to a handful; a single one saves little more.
+# All points in the figure send the same bytes, cut into more messages towards the right. Most of the time is saved on the
+# way from 64 messages to a handful; a single one saves little more. Why not always send one message? The next section
+# answers that. In any case we need a way to send several gradients together.
 #
-# So why not always send one message? That is the subject of the next section. What we need in any case is a way to send
-# several gradients together. Gradients that travel together are called a **bucket**. The picture shows six gradients in
-# three buckets: those of a bucket are copied into one row, the row is all-reduced, and its parts are copied back.
+# Gradients that travel together are called a **bucket**. The picture shows six gradients in three buckets: those of a
+# bucket are copied into one row, the row is all-reduced, and its parts are copied back.
 
 # %% tags=["figure"]
 example_sizes = [10, 4, 12, 6, 10, 8]
-example = torch.nn.ParameterList([torch.zeros(size) for size in example_sizes])
 plot.buckets(example_sizes, [[5, 4], [3, 2], [1, 0]], limit=20, caption="05.buckets")
 
 # %% [markdown]
-# How are buckets filled? From the last parameter to the first, because backward reaches the last one first. A bucket
-# takes the next gradient as long as it then holds at most a given amount. In the picture the limit is 20 numbers, and
-# the gradients have the sizes in `example_sizes`, that is 10, 4, 12, 6, 10 and 8 from left to right. So 8 and 10 make
-# 18, and with the next 6 it would be too much.
+# Buckets are filled from the last parameter to the first, because backward reaches the last one first. A bucket takes the
+# next gradient as long as it then holds at most a given amount. In the picture the gradients have 10, 4, 12, 6, 10 and 8
+# numbers from left to right, and the limit is 20. So 8 and 10 make 18, and with the next 6 it would be too much. With a
+# limit of 30 there would be two messages, of 8 + 10 + 6 = 24 and 12 + 4 + 10 = 26 numbers.
 #
-# **Predict.** With a limit of 30 numbers, how many numbers does each message hold, in the order in which they leave?
-# Write a list. (The code gives limits in MB.)
-
-# %% tags=["predict"]
-message_sizes = [24, 26]  # 8 + 10 + 6, and 12 + 4 + 10
-
-# %% tags=["nbval-check-output"]
-limit_mb = 30 * 4 / 1e6  # 30 numbers of 4 bytes, in MB
-found = [bucket.num_bytes // 4 for bucket in make_buckets(example, limit_mb)]
-compare("numbers in each message", message_sizes, found, within=1, found="counted")
-
-# %% [markdown]
 # PyTorch's DDP has another rule: it closes a bucket once it has **reached** the limit, so a bucket may be larger than
 # that. With a limit of 30 numbers its first message would hold 8 + 10 + 6 + 12 = 36, and the second the other 14. If
 # you leave `bucket_cap_mb` alone, the limit is 25 MiB, and 1 MiB for the bucket that leaves first. All this holds from
@@ -196,12 +177,6 @@ def average_buckets(buckets, group):
 check("5.1", average_buckets, ranks)
 
 # %% [markdown]
-# labcode's version for this lesson looks like this.
-
-# %%
-show_source(l05_by_hand.average_buckets)
-
-# %% [markdown]
 # **Takeaway: the same bytes in fewer messages are cheaper. What you save is the latency of the messages that you do not
 # send.**
 
@@ -215,6 +190,7 @@ show_source(l05_by_hand.average_buckets)
 # ## 2. Send while you compute (core, 10 min)
 #
 # If one message is cheapest, why not always send one? Because it can leave only when the last gradient is there.
+#
 # Backward goes through the layers from the last to the first. When it leaves a layer, that layer's gradients are final:
 # nothing that happens later in this backward can change them. (A weight that is used twice, like an embedding that is
 # also the output layer, is final only when backward has left both places.) So they could already travel while backward
@@ -270,7 +246,7 @@ slow_link.draw_overlap(
 # together.**
 
 # %% [markdown]
-# ## 3. A hook on every gradient (core, 30 min)
+# ## 3. A hook on every gradient (core, 28 min)
 #
 # How does a bucket learn that it is full, in the middle of `backward()`? PyTorch can call a function of yours whenever
 # a parameter's `.grad` has its final value: a *post-accumulate-grad hook*. You register it with
@@ -364,14 +340,13 @@ check("5.2", OverlappedDataParallel, ranks)
 # In labcode a bucket has these two halves of your class as methods, and a third. It keeps its row, `flat`, from step to
 # step, and a view of it for each parameter: its part of the row, in the parameter's shape. The hook calls `adopt`,
 # which moves a new gradient into its view and makes the view the parameter's `.grad`. From then on the gradient lies in
-# the row, so nobody has to join it or to copy it back, and no second row is needed. `send` divides before the sum,
+# the row, so nothing has to be joined or copied back, and no second row is needed. `send` divides before the sum,
 # because in 16 bits a sum of many large gradients could overflow, and it takes zeros for a parameter that has no
 # gradient.
 
 # %%
 show_source(Bucket.adopt)
 show_source(Bucket.send)
-show_source(Bucket.receive)
 
 # %% [markdown]
 # One thing is still missing, and a GPT does not show it. Your class sends a bucket as soon as it is complete, and
@@ -393,12 +368,11 @@ show_source(Bucket.receive)
 # %% [markdown]
 # ## 4. What overlap gains (core, 10 min)
 #
-# On this machine gloo moves the bytes with the very cores that compute, so communication and computation take each
-# other's time. To see overlap at work here, we use an **emulated link**: each all-reduce runs as always, and it counts
-# as under way until Ethernet with 1 Gbit/s would have delivered it. A rank that waits for it sleeps, so its core is
-# free meanwhile. Two of our four ranks take part, one for each of two cores. Your function of exercise 5.1 sends after
-# backward, and your class of exercise 5.2 during it. (Where one of them has not passed its check, labcode's takes its
-# place.)
+# On this machine gloo moves the bytes with the same cores that compute, so communication and computation take time from
+# each other. To see overlap at work here, we use an **emulated link**: each all-reduce runs as always, and it counts as
+# under way until Ethernet with 1 Gbit/s would have delivered it. A rank that waits for it sleeps, so its core is free
+# meanwhile. Two of our four ranks take part, one for each of two cores. Your function of exercise 5.1 sends after
+# backward, and your class of exercise 5.2 during it. If one of them has not passed its check, labcode's is used instead.
 #
 # **Predict.** The million parameters make five buckets of at most 1 MB, all of about the same size. Suppose that
 # backward takes longer than sending. What fraction of the time of sending is **not** hidden behind backward?
@@ -462,26 +436,25 @@ print(f"  sent after backward  {1e3 * on_gloo.after.total_s:.1f} ms")
 print(f"  sent during backward {1e3 * on_gloo.overlapped.total_s:.1f} ms")
 
 # %% [markdown]
-# On the emulated link only one bucket is still under way when backward ends. With gloo alone, in the printed lines,
-# there is little to gain, and the noise of the machine may be larger: copying needs a core, and with a rank on every
-# core none is free. GPUs lie in between. Copy engines and network cards move much of the data, but NCCL's all-reduce is
+# On the emulated link only one bucket is still under way when backward ends. With gloo alone there is little to gain,
+# because copying needs a core, and with a rank on every core none is free. GPUs lie in between. Copy engines and network cards move much of the data, but NCCL's all-reduce is
 # a kernel that adds on the GPU itself. It takes some of the SMs and of the memory bandwidth from backward. On 32 GPUs
 # with NCCL, overlap made the training of ResNet-50 faster by 38 % and that of BERT by 35 % (Li et al. 2020, section
 # 5.1).
 #
-# Would a single all-reduce just before the optimizer's step do, in place of DDP? The weights would be the same, and it
-# pays the latency once; but it cannot begin before backward ends, so it costs what "sent after backward" costs: on the
-# emulated Ethernet all of the sending, where DDP leaves one bucket of it.
+# Would a single all-reduce just before the optimizer's step do instead of DDP? The weights would be the same, and it
+# pays the latency once. But it cannot begin before backward ends, so it costs what "sent after backward" costs: on the
+# emulated Ethernet the whole time of sending, where DDP leaves one bucket of it.
 #
 # Everything but the last bucket is hidden only if backward takes longer than sending. The time of sending is fixed by
-# the model, and backward gets longer with each token of the batch. Lesson 13b, section 5, makes a rule of it: how many
-# tokens each GPU needs, so that the communication is hidden.
+# the model, and backward gets longer with each token of the batch. Lesson 13b, section 5, turns this into a rule for
+# the tokens that each GPU needs to hide the communication.
 #
 # **Takeaway: overlap gains as far as something other than the computing cores moves the bytes, and up to the time of
 # backward.**
 
 # %% [markdown]
-# ## 5. PyTorch's DDP (core, 25 min)
+# ## 5. PyTorch's DDP (core, 20 min)
 #
 # Everything that you have written is in PyTorch's DDP as well. Here is where, in `torch/nn/parallel/distributed.py`
 # and, in C++, in `torch/csrc/distributed/c10d/reducer.cpp`.
@@ -556,8 +529,8 @@ def accumulate(model, micro_batches, quiet=True):
             (loss / m).backward()
 
 # %% [markdown]
-# To count the bytes, we register a **communication hook**: a function that DDP calls for each bucket in place of its
-# own all-reduce.
+# To count the bytes, we register a **communication hook**: a function that DDP calls for each bucket instead of its own
+# all-reduce.
 #
 # **Predict.** Four micro-batches, and gradients of `gradient_bytes` bytes. How many bytes does a rank hand to
 # all-reduces per optimizer step, without `no_sync()`, and with it around the first three?
@@ -617,8 +590,8 @@ for as_view in (False, True):
     print("times the bytes of the gradients")
 
 # %% [markdown]
-# With views there is nothing to copy either. The price: the gradients keep their memory between steps, and whoever calls
-# `detach_()` on one gets an error, because it is a view.
+# With views there is nothing to copy either. The price is that the gradients keep their memory between steps, and that
+# `detach_()` on one of them is an error, because it is a view.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 5.3 · `no_sync` for your class
@@ -627,9 +600,9 @@ for as_view in (False, True):
 # backward after it sends the sum of all of them. How can the hook know? Give it a flag to look at.
 #
 # `QuietDataParallel` inherits from labcode's version of exercise 5.2, so `super().gradient_ready(number, param)` does
-# what you wrote there. `contextlib.contextmanager` makes a context of a function: what stands before `yield` happens at
-# the beginning of the `with` block, and what stands after it, at the end. Mind the case that backward raises an error:
-# the next step has to send again, and whoever called backward has to get the error.
+# what you wrote there. `contextlib.contextmanager` turns a function into a context: the code before `yield` runs when
+# the `with` block begins, and the code after it when the block ends. Think of a backward that raises an error: the error
+# has to reach the caller, and the next step has to send again.
 
 # %% tags=["exercise"]
 class QuietDataParallel(l05_by_hand.OverlappedDataParallel):
@@ -659,46 +632,11 @@ class QuietDataParallel(l05_by_hand.OverlappedDataParallel):
 check("5.3", QuietDataParallel, ranks)
 
 # %% [markdown]
-# Here is how labcode decides when to send, with the flag `_syncing` of its own `no_sync`. The loop at the end keeps the
-# order of section 3.
-
-# %%
-show_source(DataParallel._gradient_ready)
-
-# %% [markdown]
-# The usual loop serves both classes, because both have `no_sync`. In the next cell each rank has tokens of its own, and
-# we compare the gradients of DDP and of labcode's class with those of one process that has the tokens of all ranks.
-
-# %%
-def tokens_of(rank):
-    return torch.randint(65, (8, 32), generator=torch.Generator().manual_seed(rank))
-
-def gradient(model):
-    return torch.cat([param.grad.flatten() for param in model.parameters()])
-
-def accumulated(rank, wrap):
-    """The gradient of rank 0 after four micro-batches on each rank, in float64."""
-    module = layers.initialize(gpt.GPT(model_config), 0).double()
-    model, finish = wrap(module)
-    accumulate(model, tokens_of(rank).chunk(4))
-    finish()
-    return gradient(module) if rank == 0 else None
-
-module = layers.initialize(gpt.GPT(model_config), 0).double()
-all_tokens = torch.cat([tokens_of(rank) for rank in range(4)])
-gpt.loss(module(all_tokens), all_tokens).backward()
-one_process = gradient(module)
-for name, wrap in {"DDP": by_pytorch, "labcode": by_labcode}.items():
-    found = ranks.run(accumulated, wrap)[0]
-    away = (found - one_process).norm() / one_process.norm()
-    print(f"{name:8} {away:.0e} of its length away from one process")
-
-# %% [markdown]
 # **Takeaway: with m micro-batches and `no_sync` around all but the last, 1/m of the bytes is sent. Forward belongs
 # inside it.**
 
 # %% [markdown]
-# ## 6. Clipping (core, 15 min)
+# ## 6. Clipping (core, 19 min)
 #
 # Most training scripts limit the length of the gradient: if the 2-norm of all gradients together, $\|g\|$, is larger
 # than a maximum $c$, every gradient is multiplied by $c/\|g\|$ (Pascanu et al. 2013). With data parallelism there is a
@@ -726,8 +664,8 @@ compare("first of the mean", mean_of_clipped, mean[0], within=1, found="computed
 plot.clipping([3, -1], max_norm=1, caption="05.clipping")
 
 # %% [markdown]
-# Clipped first, the gradients are (1, 0) and (-1, 0), and the step has disappeared, although the mean was within the
-# limit.
+# Clipped first, the gradients are (1, 0) and (-1, 0), and their mean is zero: the step has disappeared, although the mean
+# of the gradients was within the limit.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 5.4 · Clip by the global norm
@@ -756,18 +694,10 @@ def clipped_step(model, optimizer, inputs, targets, max_norm):
 check("5.4", clipped_step, ranks)
 
 # %% [markdown]
-# PyTorch has it as `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`. labcode's training loop
-# computes the norm of the whole model first, and hands it to this function.
-
-# %%
-from labcode.train.optim import clip_gradients
-
-show_source(clip_gradients)
-
-# %% [markdown]
-# With data parallelism that is all, because after the average every rank holds the whole gradient. If the
-# **parameters** are divided between ranks as well, as later in this course, each rank sees only a part of the gradient,
-# and the squares of these parts have to be added up over the ranks before the root is taken.
+# PyTorch has this as `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`. With data parallelism that is all,
+# because after the average every rank holds the whole gradient. If the **parameters** are sharded over the ranks as well,
+# as later in this course, each rank sees only a part of the gradient, and the squares of these parts have to be summed
+# over the ranks before the root is taken.
 #
 # **Takeaway: first the average, then the norm, then the step.**
 
@@ -778,7 +708,7 @@ show_source(clip_gradients)
 # what does a communication hook that compresses do to the norm?
 
 # %% [markdown]
-# ## 7. Broken on purpose (core, 6 min)
+# ## 7. Broken on purpose (core, 4 min)
 #
 # Some models do not use every parameter in every step: layers that are dropped at random, experts that no token was
 # sent to, a head for a task that is not in this batch. Here rank 1 skips the last block. Its gradients never become
@@ -786,7 +716,7 @@ show_source(clip_gradients)
 
 # %% tags=["raises-exception"] raises="RankError: rank 1: RuntimeError: Expected to have finished reduction in the prior iteration"
 def leave_out(hidden, rotation):
-    """In place of a block, which is given the rotation of its positions (here None)."""
+    """Instead of a block, which is given the rotation of its positions (here None)."""
     return hidden
 
 def skip_a_block(rank, **options):
@@ -801,22 +731,21 @@ print(ranks.run(skip_a_block, find_unused_parameters=True))
 ranks.run(skip_a_block)
 
 # %% [markdown]
-# The other ranks hang in their first backward, waiting for the bucket. Rank 1 does not notice anything until its
-# **second** forward. Then DDP finds that not all gradients of the step before were ready, and says "Expected to have
-# finished reduction in the prior iteration before starting a new one". Two parts of the long message help.
+# The other ranks hang in their first backward, waiting for the bucket. Rank 1 notices nothing until its **second**
+# forward, where DDP finds that not all gradients of the step before were ready. Two parts of its long message help.
 #
 # - It names the cure, `find_unused_parameters=True`. DDP then walks through the graph after each forward and counts
 #   missing gradients as zero, which costs time in every step.
 # - It lists the indices of the parameters without a gradient. They count the parameters with `requires_grad=True`, in
 #   the order of `model.parameters()`. With `TORCH_DISTRIBUTED_DEBUG=INFO` in the environment it names them. Look at
-#   them before you silence the error. Often somebody has forgotten to call a layer.
+#   them before you silence the error: often somebody has forgotten to call a layer.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Ask: why does rank 1 not hang like the others? (DDP begins to wait when the last bucket is
 # complete. On rank 1 it never is.)
 
 # %% [markdown]
-# ## 8. Open end: half the bytes (optional, 20 min)
+# ## 8. Open end: half the bytes (optional, 15 min)
 #
 # In section 5 a communication hook counted bytes. It can also change them.
 
@@ -903,7 +832,7 @@ print("ours and PyTorch's are equal:", torch.equal(ours, pytorchs))
 # With a GPU for each rank, DDP scales nearly linearly to 256 GPUs (Li et al. 2020, abstract), as long as each rank
 # computes long enough to hide the sending (lesson 13b, section 5).
 #
-# ## Questions (core, 5 min)
+# ## Questions (core, 4 min)
 #
 # **1.** A link is twice as fast as before. Should buckets be larger or smaller?
 #
@@ -918,7 +847,7 @@ print("ours and PyTorch's are equal:", torch.equal(ours, pytorchs))
 #
 # In the first step it learns the order in which gradients really become ready, which need not be the reverse order of
 # `parameters()`. With buckets in this order, each one is complete as early as possible. (With
-# `find_unused_parameters=True` it keeps the first ones, because the order may be another one in each step.)
+# `find_unused_parameters=True` it keeps the first ones, because the order may differ from step to step.)
 # </details>
 #
 # **3.** You accumulate 8 micro-batches with `no_sync` around the first 7, and somebody moves the forward of each
@@ -927,8 +856,8 @@ print("ours and PyTorch's are equal:", torch.equal(ours, pytorchs))
 # <details><summary>Answer</summary>
 #
 # DDP sends after every micro-batch again, because it decides in forward. The step sends eight times the bytes. The
-# results are the same up to rounding: to average once more what is already the same on all ranks does not change it,
-# and each new share is averaged once. Only a look at the time or at the bytes shows it.
+# results are the same up to rounding: averaging once more what is already the same on all ranks does not change it, and
+# each new share is averaged once. Only the time or the bytes show it.
 # </details>
 #
 # **4.** From lesson 04, section 4: with AdamW, does it matter for the training whether the gradients are averaged or
