@@ -349,8 +349,8 @@ for label, by_how in optimizer_s.items():
     print(f"{label:>10} parameters, times as fast as the loop: {speedups}")
 
 # %% [markdown]
-# As a loop, the operations read and write 20 numbers for each weight: 2 for the decay, 3 for m, 2 and 3 for v, and 10 for
-# the last line. The fused optimizer reads and writes 7. It gains on both models, bytes on the one and calls on the
+# As a loop, the operations read and write 20 numbers for each weight: 2 for the decay, 3 for m, 2 and 3 for v, and 10
+# for the last line. The fused optimizer reads and writes 7. It gains on both models, bytes on the one and calls on the
 # other. foreach, which is the default on a GPU, gains on a CPU at most what the calls from Python cost.
 #
 # What this means for a step depends on the model. On the H100 of lesson 03 a step in bfloat16 took 133 ms with the loop,
@@ -360,8 +360,8 @@ for label, by_how in optimizer_s.items():
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* What goes wrong: decay in the gradient (Adam with L2), eps before the correction, and
-# `torch._foreach_sqrt_`, which destroys v. The 10 numbers of the last line: sqrt 2, div 2, add 2, addcdiv 4. Ask: why is foreach not the default everywhere? (It needs a temporary copy of all roots at once, the size
-# of the weights.)
+# `torch._foreach_sqrt_`, which destroys v. The 10 numbers of the last line: sqrt 2, div 2, add 2, addcdiv 4. Ask: why
+# is foreach not the default everywhere? (It needs a temporary copy of all roots at once, the size of the weights.)
 
 # %% [markdown]
 # ## 6. torch.compile: fewer bytes by fusion (core, 12 min)
@@ -447,9 +447,9 @@ print(f"{compile_s / gain_s:,.0f} calls")
 # in which the model is compiled, took 57 s instead of 12. The next two gained nothing, for a reason that its log does
 # not say, and the last gained 3 % (53.3 to 55.0 samples/s). On the H100 a step became 1.14 times as fast.
 #
-# What `compile` cannot record (by default a `print`, an `.item()`, a branch on a value) breaks the graph in two. A second
-# shape of the input means a second compilation, which by default makes that size variable, so that further shapes need
-# none. Batches of one shape avoid both.
+# What `compile` cannot record (by default a `print`, an `.item()`, a branch on a value) breaks the graph in two. A
+# second shape of the input means a second compilation, which by default makes that size variable, so that further
+# shapes need none. Batches of one shape avoid both.
 #
 # **Takeaway: compiling saves bytes and launches between matmuls. It pays when all steps together save more time than
 # compiling takes.**
@@ -508,9 +508,9 @@ for kernel_us in (2, 20):
 # So a step takes about as long as the slower of the two lanes, n launches or n kernels, and a graph gains nothing where
 # kernels are the longer ones.
 #
-# This is how labcode makes the recording, in the first step with `--train.cuda_graphs`. A few steps on a side stream warm
-# up libraries and allocator; then `torch.cuda.graph` captures one forward and backward, whose kernels are recorded and
-# not run. They read the inputs of that call from then on, so before each replay the new batch is copied into them.
+# This is how labcode makes the recording, in the first step with `--train.cuda_graphs`. A few steps on a side stream
+# warm up libraries and allocator; then `torch.cuda.graph` captures one forward and backward, whose kernels are recorded
+# and not run. They read the inputs of that call from then on, so before each replay the new batch is copied into them.
 # Without a GPU this code cannot run, and it was not run here: you only read it.
 
 # %%
@@ -595,9 +595,9 @@ plot.bars(ladder, caption="03b.three_devices")
 # %% [markdown]
 # The rungs are the same, and what they gain differs. NERSC's model has long sequences, so the attention kernel decides.
 # Ours are short, so on a CPU with a unit for bfloat16 it is the matmuls that gain, and on one without it the bar of
-# bfloat16 is far below 1, because PyTorch has no fast 16-bit matmul for it. There is no bar for `torch.compile` here, for
-# the reason in section 6. (NERSC climbed the rung in float16 too, with a GradScaler, and reached over 53 samples/s in
-# both formats; it thinks that bfloat16 may have a slight edge, as no loss is scaled.) On your GPU `python
+# bfloat16 is far below 1, because PyTorch has no fast 16-bit matmul for it. There is no bar for `torch.compile` here,
+# for the reason in section 6. (NERSC climbed the rung in float16 too, with a GradScaler, and reached over 53 samples/s
+# in both formats; it thinks that bfloat16 may have a slight edge, as no loss is scaled.) On your GPU `python
 # benchmarks/on_a_gpu.py` measures every rung.
 #
 # **Takeaway: measure each rung on your own step. A published ladder tells you which rungs there are.**
@@ -691,8 +691,8 @@ print(f"the baseline: {l03_race.steps_to_target(l03_race.BASELINE)} steps")
 # stays near 1024. Sums belong in float32.
 # </details>
 #
-# **2.** A step takes 40 ms, of which 30 ms are matmuls. How many times as fast can torch.compile make it at most? And how
-# many times as fast is it, without torch.compile, on a device with matmuls 4 times as fast?
+# **2.** A step takes 40 ms, of which 30 ms are matmuls. How many times as fast can torch.compile make it at most? And
+# how many times as fast is it, without torch.compile, on a device with matmuls 4 times as fast?
 #
 # <details><summary>Answer</summary>
 #

@@ -125,9 +125,9 @@ plot.lines(
 )
 
 # %% [markdown]
-# All points in the figure send the same bytes, cut into more messages towards the right. Most of the time is saved on the
-# way from 64 messages to a handful; a single one saves little more. Why not always send one message? The next section
-# answers that. In any case we need a way to send several gradients together.
+# All points in the figure send the same bytes, cut into more messages towards the right. Most of the time is saved on
+# the way from 64 messages to a handful; a single one saves little more. Why not always send one message? The next
+# section answers that. In any case we need a way to send several gradients together.
 #
 # Gradients that travel together are called a **bucket**. The picture shows six gradients in three buckets: those of a
 # bucket are copied into one row, the row is all-reduced, and its parts are copied back.
@@ -137,10 +137,10 @@ example_sizes = [10, 4, 12, 6, 10, 8]
 plot.buckets(example_sizes, [[5, 4], [3, 2], [1, 0]], limit=20, caption="05.buckets")
 
 # %% [markdown]
-# Buckets are filled from the last parameter to the first, because backward reaches the last one first. A bucket takes the
-# next gradient as long as it then holds at most a given amount. In the picture the gradients have 10, 4, 12, 6, 10 and 8
-# numbers from left to right, and the limit is 20. So 8 and 10 make 18, and with the next 6 it would be too much. With a
-# limit of 30 there would be two messages, of 8 + 10 + 6 = 24 and 12 + 4 + 10 = 26 numbers.
+# Buckets are filled from the last parameter to the first, because backward reaches the last one first. A bucket takes
+# the next gradient as long as it then holds at most a given amount. In the picture the gradients have 10, 4, 12, 6, 10
+# and 8 numbers from left to right, and the limit is 20. So 8 and 10 make 18, and with the next 6 it would be too much.
+# With a limit of 30 there would be two messages, of 8 + 10 + 6 = 24 and 12 + 4 + 10 = 26 numbers.
 #
 # PyTorch's DDP has another rule: it closes a bucket once it has **reached** the limit, so a bucket may be larger than
 # that. With a limit of 30 numbers its first message would hold 8 + 10 + 6 + 12 = 36, and the second the other 14. If
@@ -437,10 +437,10 @@ print(f"  sent during backward {1e3 * on_gloo.overlapped.total_s:.1f} ms")
 
 # %% [markdown]
 # On the emulated link only one bucket is still under way when backward ends. With gloo alone there is little to gain,
-# because copying needs a core, and with a rank on every core none is free. GPUs lie in between. Copy engines and network cards move much of the data, but NCCL's all-reduce is
-# a kernel that adds on the GPU itself. It takes some of the SMs and of the memory bandwidth from backward. On 32 GPUs
-# with NCCL, overlap made the training of ResNet-50 faster by 38 % and that of BERT by 35 % (Li et al. 2020, section
-# 5.1).
+# because copying needs a core, and with a rank on every core none is free. GPUs lie in between. Copy engines and
+# network cards move much of the data, but NCCL's all-reduce is a kernel that adds on the GPU itself. It takes some of
+# the SMs and of the memory bandwidth from backward. On 32 GPUs with NCCL, overlap made the training of ResNet-50 faster
+# by 38 % and that of BERT by 35 % (Li et al. 2020, section 5.1).
 #
 # Would a single all-reduce just before the optimizer's step do instead of DDP? The weights would be the same, and it
 # pays the latency once. But it cannot begin before backward ends, so it costs what "sent after backward" costs: on the
@@ -560,9 +560,9 @@ compare("bytes without no_sync()", bytes_without, without_no_sync, **exact)
 compare("bytes with no_sync()", bytes_with, with_no_sync, **exact)
 
 # %% [markdown]
-# A hook also sees where a bucket lies. In labcode a gradient lies in the row of its bucket (section 3). DDP keeps rows and
-# gradients apart, unless you say `gradient_as_bucket_view=True`. The cell adds up all memory in which a row or a gradient
-# lies, and counts shared memory once.
+# A hook also sees where a bucket lies. In labcode a gradient lies in the row of its bucket (section 3). DDP keeps rows
+# and gradients apart, unless you say `gradient_as_bucket_view=True`. The cell adds up all memory in which a row or a
+# gradient lies, and counts shared memory once.
 
 # %% tags=["nbval-check-output"]
 def keep(rows, bucket):
@@ -664,8 +664,8 @@ compare("first of the mean", mean_of_clipped, mean[0], within=1, found="computed
 plot.clipping([3, -1], max_norm=1, caption="05.clipping")
 
 # %% [markdown]
-# Clipped first, the gradients are (1, 0) and (-1, 0), and their mean is zero: the step has disappeared, although the mean
-# of the gradients was within the limit.
+# Clipped first, the gradients are (1, 0) and (-1, 0), and their mean is zero: the step has disappeared, although the
+# mean of the gradients was within the limit.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 5.4 · Clip by the global norm
@@ -695,9 +695,9 @@ check("5.4", clipped_step, ranks)
 
 # %% [markdown]
 # PyTorch has this as `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`. With data parallelism that is all,
-# because after the average every rank holds the whole gradient. If the **parameters** are sharded over the ranks as well,
-# as later in this course, each rank sees only a part of the gradient, and the squares of these parts have to be summed
-# over the ranks before the root is taken.
+# because after the average every rank holds the whole gradient. If the **parameters** are sharded over the ranks as
+# well, as later in this course, each rank sees only a part of the gradient, and the squares of these parts have to be
+# summed over the ranks before the root is taken.
 #
 # **Takeaway: first the average, then the norm, then the step.**
 
