@@ -13,11 +13,11 @@
 # %% [markdown]
 # # 08 · Communicator grids
 #
-# Until now all ranks did the same: each held the whole model, and they shared out the data. A large model is cut in
-# several ways at once. Different ranks hold different layers, or different parts of one layer, and there are also
-# copies that read different data. Every rank then belongs to several groups, and exchanges something different
-# with each. In this lesson you write the arithmetic that says who belongs to whom, you make the groups, and
-# you choose a grid by what it costs.
+# Until now all ranks did the same: each held the whole model, and they divided the data between them. A large model is
+# cut in several ways at once. Different ranks hold different layers, or different parts of one layer, and there are also
+# copies that read different data. Every rank then belongs to several groups, and exchanges something different with
+# each. In this lesson you write the arithmetic that says who belongs to whom, you make the groups, and you choose a grid
+# by its cost.
 #
 # ## Goals
 #
@@ -25,9 +25,9 @@
 # - make the process groups on every rank, and recognise the errors that come from making them carelessly;
 # - predict which bytes a step of training sends between nodes, and count them in a real step;
 # - say how fast a group over several nodes is, and write the all-reduce that uses all of its adapters;
-# - choose the sizes and the order of a grid by what they cost.
+# - choose the sizes and the order of a grid by their cost.
 #
-# **Time**: 140 minutes. Good places for a break are after section 2 and after section 4.
+# **Time**: 138 minutes. Good places for a break are after section 2 and after section 4.
 #
 # **Needs**: lesson 01 (sections 1 and 3), lesson 04 (section 1).
 
@@ -36,19 +36,19 @@ import torch
 import torch.distributed as dist
 
 from labcode.comm.grid import Grid
-from labcode.lab import Ranks, check, compare, plot, show_source
+from labcode.lab import Ranks, check, compare, plot
 from labcode.recipes import gpt_shape
 from labcode.topology import GridShape
 
 ranks = Ranks(4, timeout_s=15)
 
 # %% [markdown]
-# ## 1. From one number to coordinates (core, 15 min)
+# ## 1. From one number to coordinates (core, 18 min)
 #
 # There are four common ways to divide the work, and we call each of them an **axis**. Each has a lesson of its own;
-# here it is enough to know what its ranks share out, and what they send each other.
+# here it is enough to know what its ranks divide, and what they send each other.
 #
-# | axis | what its ranks share out | what they send each other |
+# | axis | what its ranks divide | what they send each other |
 # |---|---|---|
 # | dp, data parallel | the samples; each has a copy of the weights | the sum of the gradients (lesson 04) |
 # | pp, pipeline parallel | the layers, in consecutive **stages** | activations, from each stage to the next |
@@ -60,10 +60,9 @@ ranks = Ranks(4, timeout_s=15)
 # is cut into four parts.
 #
 # A launcher tells a process one number only: its rank. Its place on every axis, its **coordinates**, must follow from
-# that number. It works as with a clock, where 3725 seconds are 1 hour, 2 minutes and 5 seconds. The seconds tick
-# fastest; when they have gone round, the minutes move on by one. In the same way one axis of the grid ticks fastest.
-# The **order** of a grid names the axes from the fastest to the slowest. In `tp-cp-dp-pp`, which is the usual one, tp
-# ticks fastest.
+# that number. It works as on a clock, where 3725 seconds are 1 hour, 2 minutes and 5 seconds. The seconds tick fastest;
+# when they have gone round, the minutes move on by one. In the same way one axis of the grid ticks fastest. The
+# **order** of a grid names the axes from the fastest to the slowest. In `tp-cp-dp-pp`, the usual one, tp ticks fastest.
 
 # %% tags=["figure"]
 shape = GridShape(dp=2, pp=2, tp=4)  # order="tp-cp-dp-pp"
@@ -73,12 +72,12 @@ plot.digits(shape, caption="08.digits")
 # Let us do one by hand: rank 6. Divide by the size of the fastest axis: 6 = 1 · 4 + **2**, so tp is 2, and 1 is left.
 # The next axis is cp with size 1: 1 = 1 · 1 + **0**, so cp is 0 and 1 is left. (The picture leaves cp out, because the
 # coordinate of an axis of size 1 is always 0.) Then dp with size 2: 1 = 0 · 2 + **1**, so dp is 1, and 0 is left for
-# pp. The picture agrees. Numbers whose digits have different sizes, like these, or like hours, minutes and seconds, are
+# pp. The picture agrees. Numbers whose digits have different sizes, like these or like hours, minutes and seconds, are
 # called **mixed radix**.
 #
 # **Predict.** The same sizes, but in the order `pp-dp-tp-cp`: pp ticks fastest. What are the coordinates tp, dp and pp
-# of rank 13? And with which other rank does it add up its gradients? That is the rank which agrees with it in
-# everything but dp.
+# of rank 13? And with which other rank does it sum its gradients? That is the rank which agrees with it in everything
+# but dp.
 
 # %% tags=["predict"]
 pp_of_13 = 13 % 2
@@ -126,7 +125,7 @@ check("8.1", my_coords)
 # to the fastest. It is Horner's scheme.)
 
 # %% [markdown]
-# ## 2. Groups (core, 20 min)
+# ## 2. Groups (core, 29 min)
 #
 # A **group** along an axis holds the ranks that differ along this axis and nowhere else. All their other coordinates
 # are the same. So every rank is in exactly one group of each axis, and the groups of an axis together hold every rank
@@ -147,24 +146,22 @@ plot.grid(shape, color_by="tp", nodes=2, caption="08.groups")
 # dp has the stride 4, because tp fills four ranks before dp moves on.
 #
 # **Predict.** Take other sizes, dp = 4, pp = 2 and tp = 2, and the order `dp-pp-tp-cp`: dp ticks fastest, and tp is
-# slower than dp and pp. What is the stride of tp? Which other rank is in the tp group of rank 3?
+# slower than dp and pp. Which other rank is in the tp group of rank 3?
 
 # %% tags=["predict"]
-stride_of_tp = 4 * 2
-partner_of_3 = 3 + 4 * 2
+partner_of_3 = 3 + 4 * 2  # the stride of tp is 8
 
 # %% tags=["figure", "nbval-check-output"]
 turned = GridShape(dp=4, pp=2, tp=2, order="dp-pp-tp-cp")
 first, second = turned.groups("tp")[3]
-compare("stride of tp", stride_of_tp, second - first, within=1, found="computed")
 compare("partner of rank 3", partner_of_3, second, within=1, found="computed")
-print("the tp group of rank 3:", [first, second])
+print("the tp group of rank 3:", [first, second], "so the stride is", second - first)
 plot.grid(turned, color_by="tp", nodes=2, caption="08.groups_turned")
 
 # %% [markdown]
 # In the usual order the tp groups of these sizes would be neighbours: 0 and 1, 2 and 3, and so on. In this order there
-# are as many groups, and each rank computes what some rank computed before. But every tp group reaches over both nodes,
-# and the four ranks of a dp group are next to each other.
+# are as many groups, and the same work is done by other ranks. But every tp group spans both nodes, and the four ranks
+# of a dp group are next to each other.
 #
 # Axes also work **together**. Ranks along cp hold the same weights and see other tokens, just as ranks along dp hold
 # the same weights and see other samples. So the gradient of a weight is summed over both. The group for that sum is
@@ -176,9 +173,8 @@ print("along dp:       ", four_axes.groups("dp"))
 print("along dp and cp:", four_axes.groups("dp", "cp"))
 
 # %% [markdown]
-# **Takeaway: the order of the axes does not change what is computed, up to rounding, as long as each rank picks its
-# data by its dp coordinate. It decides how far apart the members of a group are, and so which groups stay inside a
-# node.**
+# **Takeaway: up to rounding, the order of the axes does not change what is computed, as long as each rank picks its data
+# by its dp coordinate. It decides how far apart the members of a group are, and so which groups stay inside a node.**
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 8.2 · All groups, along any axes
@@ -186,8 +182,8 @@ print("along dp and cp:", four_axes.groups("dp", "cp"))
 # This function is the heart of every framework for large models; Megatron-LM calls it its rank generator. `order` and
 # `sizes` are those of exercise 8.1; you may call your `my_coords` or divide once more. `axes` is a tuple with any
 # number of axes: `("tp",)`, `("dp", "cp")`, or even `()`, whose groups are single ranks. Return a list of groups, each
-# of them a list of ranks that ascend. The order of the groups is up to you. As in exercise 8.1, `GridShape` is not to be
-# called: it has the answer.
+# of them a list of ranks in ascending order. The order of the groups is up to you. As in exercise 8.1, do not call
+# `GridShape`, which has the answer.
 
 # %% tags=["exercise"]
 def my_groups(sizes, order, axes):
@@ -214,26 +210,19 @@ def my_groups(sizes, order, axes):
 # %% tags=["check"]
 check("8.2", my_groups)
 
-# %% [markdown]
-# Here is how labcode writes it. It goes the other way: it runs through all coordinates that are fixed within a group,
-# and computes the ranks from them. So it can compute the members of a single group directly, while a dictionary that is
-# filled rank by rank has to look at all ranks, even if there are ten thousand of them and only one group is needed.
-
-# %%
-show_source(GridShape.groups)
-
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* The usual mistake in 8.2 is to group by the coordinates along `axes` in place of the others: ask
-# what the ranks of a group have in common. With `my_coords` the inner loop is `tuple( coords[axis] for axis in sizes if
-# axis not in axes)`.
+# *For the instructor.* The usual mistake in 8.2 is to group by the coordinates along `axes` instead of the others: ask
+# what the ranks of a group have in common. `GridShape.groups` goes the other way: it runs through all coordinates that
+# are fixed within a group, and so it can compute a single group without looking at all ranks. With `my_coords` the
+# inner loop is `tuple( coords[axis] for axis in sizes if axis not in axes)`.
 
 # %% [markdown]
-# ## 3. Make the groups real (core, 25 min)
+# ## 3. Make the groups real (core, 21 min)
 #
 # So far this was arithmetic. `dist.new_group(members)` makes a process group of some ranks. It is itself a collective:
 # **all** ranks of the job have to call it, members or not, and in the **same order**. Each rank counts its calls, and
-# the count becomes the group's name. Under that name the members leave their addresses in the store (lesson 01, section
-# 1) and look for each other's.
+# the count becomes the group's name. Under that name the members put their addresses into the store (lesson 01, section
+# 1) and look up those of the others.
 #
 # <details><summary>Is there a way in which only the members call it?</summary>
 #
@@ -244,7 +233,7 @@ show_source(GridShape.groups)
 #
 # What if the order differs? Suppose that rank 3 makes the dp groups before the tp groups. That happens when code loops
 # over a `set` of names of axes, because Python orders the strings of a set differently in each process. Let us do it on
-# purpose, with four ranks, dp = 2 and tp = 2. Every rank then adds up the ranks of its groups.
+# purpose, with four ranks, dp = 2 and tp = 2. Every rank then sums the rank numbers over its groups.
 
 # %% tags=["nbval-check-output"]
 TP_GROUPS = [[0, 1], [2, 3]]
@@ -284,10 +273,10 @@ for rank, sums in enumerate(ranks.run(careless)):
 # | 3 | dp [0, 2] | tp [0, 1] | 0 and 2 |
 # | 4 | dp [1, 3] | tp [2, 3] | 1, for its dp group, and 3, for its **tp** group |
 #
-# In call 2 rank 2 looks for its tp partner, and finds rank 3, who believes that it has met rank 1 of its dp group. In
-# training, activations would be added to gradients. Where the tensors have the same size, nothing stops that.
+# In call 2 rank 2 looks for its tp partner, and finds rank 3, which believes that it has met rank 1 of its dp group. In
+# training, activations would be added to gradients, and where the tensors have the same size, nothing stops that.
 #
-# The second mistake is to leave a rank out. Here rank 3 takes another branch and does not make the dp groups at all.
+# The second mistake is to leave a rank out. Here rank 3 takes a different branch and does not make the dp groups at all.
 # The group gives up after 3 seconds.
 
 # %% tags=["raises-exception"] raises="RankError: rank 1: DistStoreError: wait timeout after 3000ms"
@@ -302,23 +291,23 @@ def absent(rank):
 ranks.run(absent)
 
 # %% [markdown]
-# The error names rank 1, which is the one that **waited**. What each rank did, at the end of the message, is added by
-# our pool; a job on a cluster does not tell you. There, the key in the message says who is missing. It looks like
-# `/0//6//cpu//0/1`. Two of its parts matter:
+# The error names rank 1, which is the one that **waited**. The end of the message, which says what each rank did, comes
+# from our pool and not from PyTorch. On a cluster the key in the message tells you who is missing. It looks like
+# `/0//6//cpu//0/1`, and two of its parts matter:
 #
-# - `6`, before `cpu`, is the name of the group, which is the number of the call. The four calls of the cell before
-#   count, too.
-# - `1`, at the end, is the number of a member within the group. Each member leaves its address under its own number,
-#   and this one never came. Member 1 of the group [1, 3] is rank 3.
+# - `6`, before `cpu`, is the name of the group, which is the number of the call. (The four calls of the cell before
+#   count, too.)
+# - `1`, at the end, is the number of a member within the group. Each member puts its address under its own number, and
+#   this one never came. Member 1 of the group [1, 3] is rank 3.
 #
-# NCCL waits later, in the first collective of the group, unless `init_process_group` was given a `device_id`; and it
-# words it differently. But the question is the same: which member of which group never came?
+# NCCL waits later, in the first collective of the group, unless `init_process_group` was given a `device_id`, and its
+# message is different. But the question is the same: which member of which group never came?
 #
-# With NCCL there is one more rule, and it holds after the groups are made. Every group is a communicator of its own: it
+# With NCCL there is one more rule, which holds after the groups are made. Every group is a communicator of its own: it
 # is created at the latest in its first collective, and takes some GPU memory. If collectives of **several** groups are
 # under way at once, all ranks have to start them in one consistent order, across the groups too. Suppose that rank 0
-# starts the sum over tp first and then that over dp, and rank 1 of its tp group starts them the other way round. Then
-# each may wait for the other, because a collective occupies the GPU until its partners have come. PyTorch's
+# starts the all-reduce over tp first and then that over dp, and rank 1 of its tp group starts them the other way round.
+# Then each may wait for the other, because a collective occupies the GPU until its partners have come. PyTorch's
 # documentation of `new_group` calls this "safe concurrent usage". Gloo, which runs here, does not show the mistake.
 
 # %% [markdown] tags=["exercise"]
@@ -349,7 +338,7 @@ check("8.3", connect, ranks)
 # returns the one of this rank. And `init_device_mesh` makes the groups of all axes of a grid. It takes the sizes and
 # names with the **slowest axis first**, and returns a `DeviceMesh`, from which PyTorch's own parallelisms read their
 # groups (lesson 09, section 5). `_flatten` makes the group of several axes together; its underscore says that its name
-# may still change. On GPUs, pass `"cuda"` in the place of `"cpu"`.
+# may still change. On GPUs, pass `"cuda"` instead of `"cpu"`.
 
 # %% tags=["nbval-check-output"]
 from torch.distributed.device_mesh import init_device_mesh
@@ -372,19 +361,19 @@ for rank, found in enumerate(ranks.run(in_plain_pytorch)):
     print(f"rank {rank}: {found}; as GridShape has them: {same}")
 
 # %% [markdown]
-# In labcode `Grid.create(shape)` makes the groups of every combination of axes, and goes through them in one fixed
-# order. It has a `DeviceMesh` over the same groups, `grid.mesh`, for those parts of PyTorch that want one.
-# Three axes have size 1 in many jobs, and their groups have one member. They are real groups all the same, so that
-# model code never has to ask whether an axis is in use.
+# In labcode `Grid.create(shape)` makes the groups of every combination of axes, in one fixed order. It has a
+# `DeviceMesh` over the same groups, `grid.mesh`, for those parts of PyTorch that want one. In many jobs some axes have
+# size 1. Their groups have one member and are real groups all the same, so that model code never has to ask whether an
+# axis is in use.
 #
-# Libraries of today split dp by what its ranks share out. torchtitan's configuration has the sizes `dp_replicate` and
-# `dp_shard`: along dp_shard the ranks share out weights and optimizer, along dp_replicate they hold copies. Both
-# together are called **HSDP**, hybrid sharded data parallel (lesson 13). Beside them stand `cp`, `tp`, `pp` and `ep`,
-# and weights are sharded over dp_shard and cp as one group.
+# Libraries of today split dp in two. torchtitan's configuration has the sizes `dp_replicate` and `dp_shard`: weights and
+# optimizer are sharded along dp_shard and replicated along dp_replicate. Both together are called **HSDP**, hybrid
+# sharded data parallel (lesson 13). Beside them stand `cp`, `tp`, `pp` and `ep`, and weights are sharded over dp_shard
+# and cp as one group.
 
 # %% [markdown]
-# **Takeaway: every rank makes every group, in the same order. If one does not, the others hang when you are lucky, and
-# get wrong sums when you are not.**
+# **Takeaway: every rank makes every group, in the same order. If one does not, the others hang if you are lucky, and get
+# wrong sums if you are not.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Sizes whose product is not the number of ranks are the commonest mistake of all, and the
@@ -395,7 +384,7 @@ for rank, found in enumerate(ranks.run(in_plain_pytorch)):
 # their addresses under the same keys, so it is luck who meets whom.
 
 # %% [markdown]
-# ## 4. What crosses between nodes (core, 25 min)
+# ## 4. What crosses between nodes (core, 19 min)
 #
 # A cluster has two kinds of links. Inside a node, GPUs talk over NVLink. Between nodes each GPU has a network adapter;
 # a common one, InfiniBand NDR, carries 400 Gb/s, which is 50 GB/s. labcode keeps such rates in a table, each with its
@@ -414,7 +403,7 @@ print(dgx.source)
 
 # %% [markdown]
 # So it pays to count the bytes that leave a node. We begin with a case that is small enough to run here: a GPT of two
-# layers on four ranks, dp = 2 and tp = 2, and we pretend that ranks 0 and 1 are one node and ranks 2 and 3 another. The
+# layers on four ranks, dp = 2 and tp = 2, where we take ranks 0 and 1 for one node and ranks 2 and 3 for another. The
 # picture shows the rings of both axes in the usual order.
 
 # %% tags=["figure"]
@@ -426,11 +415,11 @@ plot.links(small_grid, axes_shown=("tp", "dp"), nodes=2, caption="08.rings")
 #
 # - **dp** makes one all-reduce of the gradients in each step (lesson 04, section 1).
 # - **tp** makes four all-reduces in every layer, two in forward and two in backward, one more below the first layer and
-#   one above the last. Lesson 09 shows why. What they add up are activations. We call *act* the activations of a layer's
-#   output: samples of the rank × tokens × hidden size numbers.
+#   one above the last. Lesson 09 shows why. They sum activations. We call *act* the output of a layer on one rank, which
+#   has samples of the rank × tokens × hidden size numbers.
 #
-# And in a ring all-reduce over p ranks, each link carries 2 (p - 1)/p times the tensor (lesson 01, section 3). With p =
-# 2 that is exactly once the tensor.
+# In a ring all-reduce over p ranks, each link carries 2 (p - 1)/p times the tensor (lesson 01, section 3). With p = 2
+# that is exactly once the tensor.
 #
 # Let us do the sum for dp. A rank holds half of each layer, so about half of the weights, and its gradients have 4
 # bytes each. In the picture four links of dp cross, and each carries the gradients of one rank once.
@@ -469,10 +458,9 @@ all_reduces = 4 * 2 + 2
 tp_crossing = 4 * all_reduces * act_bytes
 
 # %% [markdown]
-# To check both numbers we run one real step of the model on the four ranks, forward, backward and the sum of the
-# gradients, and count. To PyTorch a collective is an operation like any other, and `CollectiveSpy` of labcode is told
-# of each one before it starts: of which ranks are in its group, and how many bytes its tensor has. `parallelize` cuts
-# the model as you will learn to do it in lesson 09.
+# To check both numbers we run one real step of the model on the four ranks, forward, backward and the all-reduce of the
+# gradients, and count. labcode's `CollectiveSpy` sees each collective before it starts, with the ranks of its group and
+# the bytes of its tensor. `parallelize` cuts the model as you will learn to do it in lesson 09.
 
 # %%
 class BytesOfGroups(CollectiveSpy):
@@ -524,8 +512,8 @@ print(f"dp-tp: {many_bytes / few_bytes:.0f} times as many bytes between the node
 # %% [markdown]
 # Tensor parallelism sends so much more because it sends activations, in every layer and for every sample, while the
 # gradients travel once in a step, however many samples there were. The predictions are a little too small. For dp, 8 %
-# are missing: the weights of the positions and of the norms are not halved, every rank of tp has all of them. For tp it
-# is half a percent: the loss is summed over tp as well.
+# are missing, because the weights of the positions and of the norms are replicated over tp and not halved. For tp it is
+# half a percent, because the loss is summed over tp as well.
 #
 # labcode does such sums for all four axes in `perf.traffic.step_traffic`. We use it for a model that does not fit here:
 # a GPT with 7 billion parameters, 32 layers and hidden size 4096, on the 16 GPUs of section 1, with 256 sequences of
@@ -535,14 +523,14 @@ print(f"dp-tp: {many_bytes / few_bytes:.0f} times as many bytes between the node
 #   two stages.
 # - **cp**: keys and values of the attention. Our grid has cp = 1, so nothing is sent.
 #
-# One thing is different from the small model. Whoever trains with tp today also uses **sequence parallelism** (lesson
-# 10): between the layers, each rank of tp holds the activations of its own 1/tp of the tokens and not of all. Then each
+# One thing is different from the small model. Training with tp today also means **sequence parallelism** (lesson 10):
+# between the layers, each rank of tp holds the activations of its own 1/tp of the tokens and not of all. Then each
 # all-reduce of tp becomes a reduce-scatter and an all-gather, which together send the same bytes. But pp sends only
 # what a rank holds, act/tp.
 #
 # **Predict.** In the usual order pp is the slowest axis, so each of the two nodes holds one stage. How many bytes cross
-# between the nodes in a step? Count the bytes of act for one rank first: dp = 2 shares out the sequences. Then count
-# the ranks that send, and what each of them holds.
+# between the nodes in a step? Count the bytes of act for one rank first: the two copies of dp share the sequences. Then
+# count the ranks that send, and what each of them holds.
 
 # %% tags=["predict"]
 act_7b_bytes = 128 * 2048 * 4096 * 2
@@ -566,39 +554,38 @@ by_cost = dict(sorted(crossing_gb.items(), key=lambda item: sum(item[1].values()
 plot.bars(by_cost, caption="08.orders")
 
 # %% [markdown]
-# There are 6 orders of tp, dp and pp. On nodes of 8 only the slowest axis crosses, since the two faster ones fill a
-# node or half of one. On nodes of 4 the second axis crosses as well wherever the two faster ones have 8 ranks. So an
-# order with tp in the middle is good on nodes of 8 and bad on nodes of 4.
+# On nodes of 8 only the slowest axis crosses, since the two faster ones fill a node or half of one. On nodes of 4 the
+# second axis crosses as well wherever the two faster ones have 8 ranks. So an order with tp in the middle is good on
+# nodes of 8 and bad on nodes of 4.
 #
 # Which of dp and pp should be the slowest axis? The bytes of pp grow with the batch and those of dp do not, but dp's
-# can be sent while the ranks still compute (lesson 05, section 2). Both choices exist. Llama 3 was trained with dp
-# slowest, in the order TP, CP, PP, DP. Megatron-LM's default is `tp-cp-ep-dp-pp`.
+# can be sent while the ranks still compute (lesson 05, section 2). Both choices exist: Llama 3 was trained with dp
+# slowest, in the order TP, CP, PP, DP, while Megatron-LM's default is `tp-cp-ep-dp-pp`.
 #
 # That order names a fifth axis. A model of **experts** has many MLPs in a layer, of which each token uses a few, and
 # the ranks along **ep** (expert parallel) hold different ones. The sizes do not all multiply, though. The layers of
-# experts have a **grid of their own over the same ranks**: ep times the tp inside an expert times pp times the copies
-# that are left. Attention uses one grid, the experts the other, and only pp is the same in both (Liu et al. 2025 call
-# it parallel folding). Eight ranks can be tp = 2 and dp = 4 for attention, and ep = 8 for the experts.
+# experts have a **grid of their own over the same ranks**: ep times the tp inside an expert times pp times the remaining
+# copies. Attention uses one grid, the experts the other, and only pp is the same in both (Liu et al. 2025 call it
+# parallel folding). Eight ranks can be tp = 2 and dp = 4 for attention, and ep = 8 for the experts.
 #
 # **Takeaway: the bytes between nodes can be predicted before anything runs. Put the axis that sends most inside the
-# node. That is tp; whether dp or pp comes last depends on the batch, and on what can be hidden.**
+# node, which is tp. Whether dp or pp comes last depends on the batch, and on what can be hidden.**
 
 # %% [markdown]
-# ## 5. How fast a group is (core, 25 min)
+# ## 5. How fast a group is (core, 24 min)
 #
 # What do these bytes cost in time? In a ring all links carry the same bytes at the same moment, so the slowest link
-# decides. Lay one ring through 8 ranks on two nodes, 0 to 3 and 4 to 7. It leaves the first node from rank 3 and comes
-# back to rank 0. All that leaves a node goes through the adapter of a single GPU, all that comes in through that of
-# another, and the other two do nothing, as in the picture on the left.
+# decides. Take one ring through 8 ranks on two nodes, 0 to 3 and 4 to 7. It leaves the first node from rank 3 and comes
+# back to rank 0. Everything that leaves a node goes through the adapter of a single GPU, everything that comes in
+# through that of another, and the other two adapters are idle, as in the picture on the left.
 #
-# NCCL does better. It lays **several rings** through the same ranks, each in a different order, so that each leaves the
-# node through a different GPU, and gives each ring its share of the tensor. If a group has g ranks in each node, g
+# NCCL does better. It builds **several rings** through the same ranks, each in a different order, so that each leaves
+# the node through a different GPU, and gives each ring its share of the tensor. If a group has g ranks in each node, g
 # rings use g adapters. (Messages in the picture go in both directions because the rings do.)
 #
-# The third way goes in **two levels**. First the ranks of a node share out their sum: a reduce-scatter inside the node
-# leaves each of them with a part, 1/g of the tensor, summed over the node. Then each adds up its part with the ranks
-# that hold the same part in the other nodes: an all-reduce between nodes, over its own adapter. Finally an all-gather
-# inside the node puts the parts together.
+# The third way has **two levels**. First a reduce-scatter inside the node leaves each rank with one shard, 1/g of the
+# tensor, summed over the node. Then each rank sums its shard with the ranks that hold the same shard in the other nodes,
+# by an all-reduce between nodes over its own adapter. Finally an all-gather inside the node puts the shards together.
 
 # %% tags=["figure"]
 plot.ways_over_nodes(caption="08.adapters")
@@ -609,7 +596,7 @@ plot.ways_over_nodes(caption="08.adapters")
 # Write the third way. `x` is a vector, and the number of ranks in a node divides its length. `inside` is the group of
 # the ranks of this node, `between` the group of those ranks, one of each node, that have the same number within their
 # group `inside`. Return the sum of `x` over all ranks of all nodes in a new tensor, and leave `x` as it is. A rank may
-# send to other nodes what an all-reduce of its part needs, and no more. About 7 lines.
+# send to other nodes what an all-reduce of its shard needs, and no more. About 7 lines.
 #
 # `dist.reduce_scatter(own, parts, group=...)` takes a list of tensors of equal size, one for each rank of the group. On
 # the rank at position i, `own` becomes the sum of everybody's `parts[i]`. `dist.all_gather(parts, own, group=...)` is
@@ -639,9 +626,9 @@ check("8.4", all_reduce_in_two_levels, ranks)
 # their sum.
 
 # %% [markdown]
-# Let us measure all three on links of known speed. Four ranks pretend to be two nodes of two. Each rank has an adapter
-# of 10 MB/s, and inside a node there are 200 MB/s, so fast that you may leave it out. Every message is really sent, and
-# its sender sleeps for as long as such a link would take.
+# Let us measure all three on links of known speed. Four ranks stand for two nodes of two. Each rank has an adapter of 10
+# MB/s, and inside a node there are 200 MB/s, so fast that you may leave it out. Every message is really sent, and its
+# sender sleeps for as long as such a link would take.
 #
 # **Predict.** How many milliseconds does an all-reduce of 4 MB take on one ring, on two rings, and in two levels? Count
 # for each way the bytes that go over one adapter, in one direction. A ring over four ranks carries 2 · 3/4 of its
@@ -678,12 +665,12 @@ for name, way in zip(NAMES, PREDICTED_MS):
 # | g rings | 2 (n-1)/n · N/g | g · adapter |
 # | two levels | 2 (k-1)/k · N/g | (n-1)/(k-1) · adapter |
 #
-# The last column is how such times are usually quoted. The **bus bandwidth** is the rate that the links of a single
-# ring would need to be as fast: its bytes, 2 (n-1)/n · N, divided by the time. For two levels, with n = g k, this is
+# The last column is how such times are usually quoted. The **bus bandwidth** is the rate that the links of a single ring
+# would need in order to be as fast: its bytes, 2 (n-1)/n · N, divided by the time. For two levels, with n = g k, this is
 #
 # $$\frac{2\,(n-1)/n \cdot N}{2\,(k-1)/k \cdot N/g} \cdot \text{adapter} = \frac{n - 1}{k - 1} \cdot \text{adapter}.$$
 #
-# The levels inside a node take time as well, so it is not more than what a collective has there. So we have the **rule
+# The levels inside a node take time as well, so it cannot exceed what a collective reaches there. This gives the **rule
 # of two levels**:
 #
 # $$\text{bus bandwidth} = \min\left(\text{inside},\ \frac{n - 1}{k - 1} \cdot \text{adapter}\right)$$
@@ -692,18 +679,16 @@ for name, way in zip(NAMES, PREDICTED_MS):
 # over all adapters are as good. On few nodes the rule promises more than rings can give. Four nodes of 8 B200 with 50
 # GB/s for each GPU reached 381.8 GB/s (Bekman): rings would carry 400, two levels 517. So for a group over a few nodes
 # g · adapter is the safer count. (On two nodes NCCL also has trees, which can exceed the rate of rings.) labcode's
-# planner counts with the rule, and the lessons on tensor parallelism, sharding and planning do, too.
+# planner uses the rule, and so do the lessons on tensor parallelism, sharding and planning. The rate *inside* is that of
+# rings. Where NVSwitch itself reduces (NVLS, or NVLink SHARP), an all-reduce inside a node can have more bus bandwidth
+# than the links carry; we do not count on that.
 #
-# The rate *inside* is that of rings. Where NVSwitch itself adds up (NVLS, or NVLink SHARP), an all-reduce inside a node
-# can have more bus bandwidth than the links carry. We do not count on that.
+# Take the grid of section 4 again, dp = 2, pp = 2, tp = 4 on two nodes of 8 H100. In the usual order a tp group stays
+# inside a node. In the order `dp-pp-tp-cp` its ranks are `0, 4, 8, 12`, two on each node, and the rule gives min(365,
+# 3/1 · 50) = 150 GB/s. With its four ranks on four nodes it would be 50.
 #
-# **Predict.** The grid of section 4 again, dp = 2, pp = 2, tp = 4 on two nodes of 8 H100. In the usual order a tp group
-# stays inside a node. In the order `dp-pp-tp-cp` its ranks are `0, 4, 8, 12`, two on each node. How many times as long
-# do the all-reduces of tp take then? And how many times as long if its four ranks sat on four nodes?
-
-# %% tags=["predict"]
-two_in_each_node = 365 / (50 * 3 / 1)
-one_in_each_node = 365 / 50
+# In seconds, beside the time of the computing: each parameter takes 6 FLOPs for each token (lesson 02, section 1), and
+# an H100 computes the layers of a transformer at 692 of its 989 TFLOP/s in bfloat16 (lesson 03, section 1).
 
 # %% tags=["nbval-check-output"]
 from dataclasses import replace
@@ -717,16 +702,7 @@ inside_rate = group_link(dgx, placement(shape, 8, "tp")).beta_bytes_per_s
 turned = replace(shape, order="dp-pp-tp-cp")
 turned_rate = group_link(dgx, placement(turned, 8, "tp")).beta_bytes_per_s
 spread_rate = group_link(dgx, Placement(ranks=4, per_node=1)).beta_bytes_per_s
-ratio = inside_rate / turned_rate
-compare("two in each node", two_in_each_node, ratio, within=1.02, found="computed")
-ratio = inside_rate / spread_rate
-compare("one in each node", one_in_each_node, ratio, within=1.02, found="computed")
 
-# %% [markdown]
-# In seconds, and beside the computing: each parameter takes 6 FLOPs for each token (lesson 02, section 1), and an H100
-# computes the layers of a transformer at 692 of its 989 TFLOP/s in bfloat16 (lesson 03, section 1).
-
-# %% tags=["nbval-check-output"]
 model = gpt_shape("gpt_7b")
 FLOPS_PER_S = dgx.gpu.layer_flops_per_s("bfloat16")
 act_of_rank = 128 * 2048 * 4096 * 2
@@ -739,22 +715,22 @@ print(f"tp with one in a node:   {tp_bytes / spread_rate:.2f} s")
 
 # %% [markdown]
 # So the bytes alone do not forbid tp across nodes when several GPUs of each node take part. It stays inside all the
-# same, for three reasons. The next matrix product needs the sum, so little of this time can hide behind computing. Each
-# of the all-reduces pays the network's latency. And the adapters are needed by what has no other way, the messages of
-# dp and pp.
+# same, for three reasons. The next matmul needs the sum, so little of this time can be hidden behind computing. Each of
+# the all-reduces pays the network's latency. And the adapters are needed for what has no other way, the messages of dp
+# and pp.
 #
 # Two things about real networks:
 #
 # - **Rails.** In most GPU clusters the adapters with the same number in all nodes are connected to the same switch,
-#   called a rail. With tp = 8 inside nodes of 8, the ranks of a dp group or a pp group all have the same number in their
-#   nodes, `rank % 8`, so their messages stay on one rail. Messages between rails take a way through more switches, or
+#   called a rail. With tp = 8 inside nodes of 8, the ranks of a dp group or a pp group all have the same number in
+#   their nodes, `rank % 8`, so their messages stay on one rail. Messages between rails go through more switches, or
 #   over NVLink to the GPU on the other rail first; NCCL does the latter, and calls it PXN.
 # - **Large NVLink domains.** In a GB200 NVL72, NVLink connects 72 GPUs in 18 hosts of 4, at 900 GB/s each way (NVIDIA,
 #   2024). What this lesson calls a node is then the domain of 72 and not the host: tp = 16 stays inside, and a dp group
 #   of 64 never uses the network. Launchers still start 4 ranks on a host.
 #
 # **Takeaway: a group over several nodes can use the adapters of all its ranks: about min(inside, (n-1)/(k-1) ·
-# adapter), on few nodes rather g · adapter. One rank of the group in each node is the slow case.**
+# adapter), on few nodes rather g · adapter. The slow case is one rank of the group in each node.**
 
 # %% [markdown]
 # ## 6. Choose a grid (core, 20 min)
@@ -762,13 +738,13 @@ print(f"tp with one in a node:   {tp_bytes / spread_rate:.2f} s")
 # Now you choose the sizes as well. There are 64 H100 in 8 nodes, a GPT of 13 billion parameters with 40 layers, and 512
 # sequences in a step. Three things cost something:
 #
-# - **Memory.** We count 16 bytes for each parameter: 2 for the weight, 2 for its gradient and 12 for the optimizer, which
-#   keeps two averages and a copy of the weight in float32 (Rajbhandari et al. 2020). Frameworks differ in this:
-#   Megatron-LM keeps gradients in float32 and counts 18. tp and pp share the parameters out. The ranks of dp and cp
-#   share out the 12 bytes of the optimizer, as is usual today; it is called ZeRO stage 1, or a distributed optimizer
+# - **Memory.** We count 16 bytes for each parameter: 2 for the weight, 2 for its gradient and 12 for the optimizer,
+#   which keeps two averages and a copy of the weight in float32 (Rajbhandari et al. 2020). Frameworks differ in this:
+#   Megatron-LM keeps gradients in float32 and counts 18. tp and pp divide the parameters. The 12 bytes of the optimizer
+#   are sharded over the ranks of dp and cp, as is usual today; it is called ZeRO stage 1, or a distributed optimizer
 #   (lesson 13).
-# - **Links.** For each axis the seconds of its messages, by the rule of two levels. Sharing out the optimizer costs
-#   nothing here: in place of the all-reduce there is a reduce-scatter of gradients and an all-gather of new weights.
+# - **Links.** For each axis the seconds of its messages, by the rule of two levels. Sharding the optimizer costs nothing
+#   here: instead of the all-reduce there is a reduce-scatter of gradients and an all-gather of new weights.
 # - **Idle stages.** A pipeline of pp stages works on m **micro-batches**, parts of the batch that follow each other
 #   through the stages. At first the last stages wait for work, at the end the first ones have none. All in all a stage
 #   is idle for (pp - 1)/m of the computing time (Narayanan et al. 2021; lesson 12 shows it). With micro-batches of one
@@ -787,8 +763,8 @@ print(table(costs(model_13b, trial, batch=512)))
 # %% [markdown] tags=["exercise"]
 # ### Exercise 8.5 · A grid for 64 GPUs
 #
-# Find a grid, `GridShape(dp=.., pp=.., cp=.., tp=.., order=..)`, for which three things hold. What you leave out is 1,
-# or the usual order. There are several. (pp has to divide the 40 layers.)
+# Find a grid, `GridShape(dp=.., pp=.., cp=.., tp=.., order=..)`, for which three things hold. A size that you leave out
+# is 1, and the order is the usual one. There are several such grids. (pp has to divide the 40 layers.)
 #
 # 1. it has 64 ranks;
 # 2. weights, gradients and optimizer take at most 30 GB on each GPU, so that the rest is left for activations;
@@ -804,20 +780,20 @@ check("8.5", my_grid)
 
 # %% [markdown]
 # If you have tried some grids, you have noticed that none with tp = 4 or tp = 8 passes, although tp stays inside the
-# node. What tp costs can be written down for any grid. Each rank makes 4 all-reduces in each of its L/pp layers, and
+# node. The cost of tp can be written down for any grid. Each rank makes 4 all-reduces in each of its L/pp layers, and
 # sends 2 (tp - 1)/tp times act, which has B/dp · S · H numbers of 2 bytes:
 #
 # $$4 \cdot \frac{L}{pp} \cdot \frac{2\,(tp-1)}{tp} \cdot \frac{B}{dp}\,S H \cdot 2
 # = \frac{16\,B S H L\,(tp-1)}{dp \cdot pp \cdot tp} = \frac{16\,B S H L}{N}\,(tp-1).$$
 #
-# With cp = 1 the product of the three sizes is the number of GPUs, N. So with the same GPUs, model and batch, what tp
-# costs is proportional to tp - 1, even on NVLink. The rule "tensor parallel inside the node" says **where** tp belongs
-# and how large it can be. It does not say how large it should be.
+# With cp = 1 the product of the three sizes is the number of GPUs, N. So with the same GPUs, model and batch, the cost
+# of tp is proportional to tp - 1, even on NVLink. The rule "tensor parallel inside the node" says **where** tp belongs
+# and how large it can be, not how large it should be.
 #
 # What about no tp and no pp at all? With dp = 64 the weights and gradients, 4 bytes for each parameter, are too large
-# for 30 GB. But these can be shared out over dp as well: each rank keeps 1/64 of everything, and gathers the weights
-# when it needs them. That is ZeRO stage 3, or FSDP, and lesson 13 builds it. Here it takes one more all-gather, since
-# the weights are gathered for forward and again for backward. (We let a rank compute its 8 sequences in one go.)
+# for 30 GB. But these can be sharded over dp as well: each rank keeps 1/64 of everything, and gathers the weights when
+# it needs them. That is ZeRO stage 3, or FSDP, and lesson 13 builds it. It takes one more all-gather, since the weights
+# are gathered for forward and again for backward. (We let a rank compute its 8 sequences in one go.)
 
 # %% tags=["nbval-check-output"]
 fully_sharded = costs(model_13b, GridShape(dp=64), batch=512, sharded="everything")
@@ -826,13 +802,12 @@ print(table(fully_sharded))
 # %% [markdown]
 # It takes a ninth of the memory (not counting the layers that are gathered at the moment), and is about as fast as the
 # best grids of the exercise. (We send gradients in 2 bytes. Programs that sum them in float32, as many do, send half as
-# much again or twice as much along dp.) For a dense model of this size
-# on 64 GPUs it is what most people do today. Then what do tp and pp still buy?
+# much again or twice as much along dp.) For a dense model of this size on 64 GPUs it is what most people do today. Then
+# what do tp and pp still buy?
 #
 # Take the same model and the same 512 sequences, and more and more GPUs. For each tp we look for the best grid with
-# these GPUs, with the optimizer shared out and 30 GB as before. (cp shares out the tokens of a sequence and could help
-# as well; here we keep it at 1.) Beside them we put sharding everything over all GPUs, without tp and pp. It can go up
-# to 512 GPUs, as each needs a sequence.
+# these GPUs, with a sharded optimizer and 30 GB as before, and with cp = 1. Beside them we put sharding everything over
+# all GPUs, without tp and pp. It can go up to 512 GPUs, as each needs a sequence.
 #
 # **Predict.** Which tp loses least on 64, on 256 and on 1,024 GPUs: 1, 2, 4 or 8? Think of what each further GPU is
 # used for when tp = 1.
@@ -874,30 +849,30 @@ plot.lines(lines, caption="08.grids")
 # - **With tp = 1 all additional GPUs go to dp.** Its messages take as long as ever, and there is less and less computing
 #   beside them. And 30 GB need two stages, with ever fewer micro-batches: at 512 GPUs two for each pipeline, which is
 #   idle for half of the computing time, and at 1,024 a single one.
-# - **With tp = 8 the line begins high, because of what tp sends.** That falls with the number of GPUs as the computing
-#   does, so its share stays about a half. The line climbs because of the rest. tp takes more GPUs without asking for
-#   more samples.
+# - **With tp = 8 the line begins high, because of what tp sends.** That shrinks with the number of GPUs as the computing
+#   does, so its fraction stays about a half, and the line climbs because of the rest. But tp can use more GPUs without
+#   needing more samples.
 # - **Sharding everything** is the straight line. Its three collectives take 0.21 s on any number of GPUs, and each
 #   doubling halves the computing beside them. On 256 GPUs, which compute for 0.49 s, it loses 0.43 where tp = 2 loses
-#   0.33: beyond some 128 GPUs it needs overlap, or company.
+#   0.33: beyond some 128 GPUs it needs overlap, or tp and pp beside it.
 #
-# So tp and pp are what one adds when there are more GPUs than the batch can feed, when the messages of dp no longer
-# hide behind the little computing of a rank, or when a single layer is too large for a GPU. The rule of Narayanan et
-# al., tensor parallel up to the size of a node and pipeline parallel beyond, is from 2021, before weights were commonly
-# shared out over dp.
+# So you add tp and pp when there are more GPUs than the batch can feed, when the messages of dp no longer hide behind
+# the little computing of a rank, or when a single layer is too large for a GPU. The rule of Narayanan et al., tensor
+# parallel up to the size of a node and pipeline parallel beyond, is from 2021, before it was common to shard weights
+# over dp.
 #
-# **Takeaway: share out the state over dp first. tp belongs inside the node, and costs in proportion to tp - 1 even
-# there: take as much of it as memory and the number of samples force you to, and no more.**
+# **Takeaway: shard the state over dp first. tp belongs inside the node, and costs in proportion to tp - 1 even there:
+# take as much of it as memory and the number of samples force you to, and no more.**
 #
 # What does this small model of cost leave out?
 #
 # <details><summary>Think of three things, then open</summary>
 #
-# - **Overlap**: the messages of dp hide behind computing, mostly or wholly; the sums of tp do so hardly at all. So this
-#   count is unfair to dp, and small tp is even better than it says.
+# - **Overlap**: the messages of dp hide behind computing, mostly or wholly, and the all-reduces of tp hardly at all. So
+#   this count is unfair to dp, and small tp is even better than it says.
 # - **Latency**: many small messages cost more than their bytes.
 # - **Memory of activations**, which often decides how large tp and cp have to be (lesson 10).
-# - **Thin matrices**: with tp = 8 each product is narrower, and reaches less of the GPU's peak.
+# - **Thin matrices**: with tp = 8 each matmul is narrower, and reaches less of the GPU's peak.
 # - **Uneven stages**: embedding and head belong to one of the stages each (lesson 12).
 # </details>
 
@@ -912,14 +887,14 @@ plot.lines(lines, caption="08.grids")
 ranks.close()
 
 # %% [markdown]
-# ## 7. From here to GPUs and SLURM (core, 5 min)
+# ## 7. From here to GPUs and SLURM (core, 2 min)
 #
 # `Ranks(4)` computes on the CPU on every machine, where gloo carries the tensors. `Ranks(4, device="cuda")` gives each
 # rank a GPU, and a CUDA tensor goes through the same groups over NCCL. In a program that torchrun or srun starts, the
 # two lines are `bootstrap.start()` and `Grid.create(shape)`.
 #
-# All of sections 4 to 6 rests on one assumption: **ranks fill the nodes in blocks**, so that a rank's node is `rank //
-# 8`. torchrun does that. So does `srun` by default (`--distribution=block`). With `--distribution=cyclic` it deals the
+# Sections 4 to 6 rest on one assumption: **ranks fill the nodes in blocks**, so that a rank's node is `rank // 8`.
+# torchrun does that, and so does `srun` by default (`--distribution=block`). With `--distribution=cyclic` it deals the
 # ranks out to the nodes in turn; then a tp ring on two nodes crosses at each of its links, and no message says so. On a
 # new cluster let every rank print its host once: `srun --nodes=2 --ntasks-per-node=8 bash -c 'echo $SLURM_PROCID
 # $(hostname)'`.
