@@ -14,10 +14,10 @@
 # # 09 · Tensor parallel
 #
 # Data parallelism needs ranks that can hold the whole model. With AdamW a parameter takes 16 bytes, so 7 billion of
-# them take 112 GB, and an H100 has 80. **Tensor parallelism** cuts the inside of every layer. Each rank holds a
-# part of every weight matrix, all ranks of a group work on the same samples at the same time, and they add up their
-# partial results. The forward pass follows from the rules for products of matrices. The gradients
-# are what goes wrong, so the lesson begins with them.
+# them take 112 GB, and an H100 has 80. **Tensor parallelism** cuts the inside of every layer: each rank holds a
+# shard of every weight matrix, all ranks of a group work on the same samples at the same time, and they add up their
+# partial results. The forward pass follows from how a matmul splits into blocks. The gradients are what goes wrong, so
+# the lesson begins with them.
 #
 # ## Goals
 #
@@ -26,7 +26,7 @@
 # - predict how many collectives and bytes a layer costs, count them, and say which link they belong on;
 # - do the same with PyTorch's DTensor, and know what it does not tell you.
 #
-# **Time**: 145 minutes, and 45 more for what is optional. Good places for a break are after section 2 and after section
+# **Time**: 143 minutes, and 42 more for what is optional. Good places for a break are after section 2 and after section
 # 4.
 #
 # **Needs**: lesson 01 (section 2). For section 4 also lesson 01 (section 3) and lesson 08 (section 5); for section 5
@@ -41,22 +41,22 @@ import torch.nn.functional as F
 
 from labcode.comm.collectives import copy_to, reduce_from
 from labcode.comm.grid import Grid
-from labcode.lab import Ranks, check, compare, plot, show_source
+from labcode.lab import Ranks, check, compare, plot
 from labcode.parallel import tensor
 
 ranks = Ranks(4, timeout_s=15)
 
 # %% [markdown]
-# ## 1. What autograd does not know (core, 25 min)
+# ## 1. What autograd does not know (core, 26 min)
 #
-# Take the MLP of a transformer layer. It consists of two matrix products with a gelu between them: Y = gelu(X A) B. Cut
-# A into parts of its columns, A₀, A₁ and so on, and B into as many parts of its rows. For two ranks,
+# Take the MLP of a transformer layer, two matmuls with a gelu between them: Y = gelu(X A) B. Cut A into blocks of
+# columns, A₀, A₁ and so on, and B into as many blocks of rows. For two ranks,
 #
 # $$Y = \mathrm{gelu}(XA_0)\,B_0 + \mathrm{gelu}(XA_1)\,B_1.$$
 #
 # Rank r holds A_r and B_r, reads the whole X, and computes one of the terms. One all-reduce adds them up, and every
-# rank has Y. Let us do just that on four ranks. Below the MLP lies a small layer that makes X; every rank holds it
-# whole.
+# rank has Y. Let us do just that on four ranks. Below the MLP lies a small layer that makes X; it is replicated on
+# every rank.
 
 # %%
 def draw_tensors():
@@ -93,14 +93,14 @@ plain = ranks.run(mlp_step, 4, unchanged, plain_sum)
 # %% [markdown]
 # The output is the same as on one process, as we will see. But what about the gradients?
 #
-# - The gradients of A_r and B_r need X, the rank's own parts and the gradient of Y. The rank knows all of these.
-# - The layer below is another matter. X reaches the loss on four paths, one through each rank. Autograd runs inside one
-#   process and sees one of them.
+# - The gradients of A_r and B_r need X, the rank's own shards and the gradient of Y, and the rank has all of these.
+# - The layer below is another matter. X reaches the loss on four paths, one through each rank, and autograd, which runs
+#   inside one process, sees only one of them.
 #
 # How wrong is a gradient that lacks one path? Take two ranks first. The true gradient is a sum u + v, where u
-# comes along the path through rank 0 and v along that through rank 1. Rank 0 has u only, so its error is v. Let us
-# assume that both paths contribute about equally much, so that u and v have the same length, and that they have nothing
-# to do with each other. Two unrelated vectors of many numbers are nearly perpendicular, so Pythagoras holds:
+# comes along the path through rank 0 and v along that through rank 1. Rank 0 has u only, so its error is v. Assume
+# that both paths contribute about equally much, so that u and v have the same length, and that they are unrelated.
+# Two unrelated vectors of many numbers are nearly perpendicular, so Pythagoras holds:
 # |u + v|² = |u|² + |v|² = 2 |v|². The relative error is |v| / |u + v| = √(1/2), about 0.71.
 #
 # **Predict.** Now there are four ranks, and three of four paths are missing. Which relative errors do you expect for
@@ -132,10 +132,10 @@ same = torch.equal(plain[0]["below"], plain[1]["below"])
 print("ranks 0 and 1 have the same gradient below:", same)
 
 # %% [markdown]
-# The gradient below is off by nearly as much as its own length. And it is wrong in a different way on each rank. So
-# after one step, the copies of the layer below are no longer copies. And nothing says so; the loss was right.
+# The gradient below is off by nearly as much as its own length, and it is wrong in a different way on each rank. So
+# after one step the copies of the layer below are no longer copies, and nothing says so, because the loss was right.
 #
-# What should have happened? Follow the tensors in this picture. It shows two ranks.
+# What should have happened? Follow the tensors in this picture of two ranks.
 
 # %% tags=["figure"]
 plot.tensor_parallel_mlp(caption="09.f_and_g")
@@ -147,7 +147,7 @@ plot.tensor_parallel_mlp(caption="09.f_and_g")
 #   a sum has the gradient of the sum, and every rank has that already, because every rank computed the loss. This is
 #   *g*.
 #
-# They mirror each other. `plain_sum` above happened to be a correct g: it summed in place on a detached tensor, so
+# The two mirror each other. `plain_sum` above happened to be a correct g: it summed in place on a detached tensor, so
 # autograd did not see the sum and handed the gradient on unchanged. What was missing is f.
 
 # %% [markdown] tags=["exercise"]
@@ -157,8 +157,8 @@ plot.tensor_parallel_mlp(caption="09.f_and_g")
 # `backward` gets the gradient of the output, and returns one gradient for each argument of forward; that of the group
 # is `None`.
 #
-# One thing to watch: `dist.all_reduce` works in place, but neither the input of forward nor the gradient that backward
-# is handed is yours to change. The check uses groups of four and of three ranks.
+# Note that `dist.all_reduce` works in place, but neither the input of forward nor the gradient that backward is given
+# is yours to change. The check uses groups of four and of three ranks.
 
 # %% tags=["exercise"]
 class CopyTo(torch.autograd.Function):
@@ -201,43 +201,13 @@ class ReduceFrom(torch.autograd.Function):
 check("9.1", CopyTo, ReduceFrom, ranks)
 
 # %% [markdown]
-# labcode has both as functions, `copy_to(x, group)` and `reduce_from(x, group)`, and from here on we use those. Beside
-# them we put the same pair in plain PyTorch, with a **functional collective**. It returns a new tensor and leaves its
-# input alone, so nothing needs to be cloned.
-
-# %%
-import torch.distributed._functional_collectives as funcol
-
-
-class FunctionalCopyTo(torch.autograd.Function):
-    """f once more."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return funcol.all_reduce(grad, "sum", ctx.group), None
-
-
-class FunctionalReduceFrom(torch.autograd.Function):
-    """g once more."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        return funcol.all_reduce(x, "sum", group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-# %% [markdown]
-# With both pairs every gradient is right. The last line shows another trap: an all-reduce that sums **backward as
-# well**. `torch.distributed.nn.functional.all_reduce` does so. It is deprecated, and its warning recommends
-# `_functional_collectives.all_reduce`. If you call that one outside an autograd Function, it sums both ways, too (in
-# PyTorch 2.13).
+# labcode has both as functions, `copy_to(x, group)` and `reduce_from(x, group)`, and from here on we use those. (With
+# a **functional collective** neither would need the clone: `torch.distributed._functional_collectives.all_reduce(x,
+# "sum", group)` returns a new tensor and leaves its input alone.)
+#
+# With both, every gradient is right. The last line shows another trap: an all-reduce that sums **backward as well**.
+# `torch.distributed.nn.functional.all_reduce` does so. It is deprecated, and its warning recommends the functional
+# collective; but outside an autograd Function that one sums both ways, too (in PyTorch 2.13).
 
 # %% tags=["nbval-check-output"]
 def f(x):
@@ -249,12 +219,6 @@ def g(y):
 def sum_both_ways(y):
     return reduce_from(copy_to(y, dist.group.WORLD), dist.group.WORLD)
 
-def functional_f(x):
-    return FunctionalCopyTo.apply(x, dist.group.WORLD)
-
-def functional_g(y):
-    return FunctionalReduceFrom.apply(y, dist.group.WORLD)
-
 def are_right(results):
     worst = 0
     for rank, result in enumerate(results):
@@ -262,9 +226,7 @@ def are_right(results):
     return worst < 1e-12
 
 right = ranks.run(mlp_step, 4, f, g)
-functional = ranks.run(mlp_step, 4, functional_f, functional_g)
 print("with f and g, all gradients are right:", are_right(right))
-print("with the functional ones, too:", are_right(functional))
 doubled = ranks.run(mlp_step, 4, f, sum_both_ways)
 too_long = doubled[0]["a"].norm() / right[0]["a"].norm()
 print(f"with a sum both ways, the gradient of a is {too_long:.4g} times as long")
@@ -285,41 +247,29 @@ print(f"with a sum both ways, the gradient of a is {too_long:.4g} times as long"
 # all-reduce be right? (If nothing that has weights lies below.)
 
 # %% [markdown]
-# ## 2. Columns, then rows (core, 25 min)
+# ## 2. Columns, then rows (core, 45 min)
 #
-# There are two ways to cut a linear layer X W. The names say how W is cut.
+# There are two ways to cut a linear layer X W, named after how W is cut.
 #
 # | | input | output | part of W, [inputs, outputs] | bias |
 # |---|---|---|---|---|
 # | **column-parallel** | whole | some features | some columns: [inputs, outputs/p] | [outputs/p] |
 # | **row-parallel** | some features | partial sum | some rows: [inputs/p, outputs] | whole |
 #
-# What a column-parallel layer gives is just what a row-parallel layer wants. So the pair needs one f before it, one g
-# after it, and nothing in between:
+# The output of a column-parallel layer is just what a row-parallel layer takes as its input. So the pair needs one f
+# before it, one g after it, and nothing in between:
 
 # %% tags=["figure"]
 plot.column_then_row(caption="09.mlp")
 
 # %% [markdown]
-# One thing is confusing here, and everybody stumbles over it once. PyTorch's `nn.Linear` stores the **transpose** of W:
-# its weight is [outputs, inputs]. So a column-parallel layer holds some *rows* of the stored tensor, and a row-parallel
-# layer some of its *columns*. The names come from the mathematics, X W. The figures of this lesson follow the names.
+# One thing confuses everybody once. PyTorch's `nn.Linear` stores the **transpose** of W: its weight is [outputs,
+# inputs]. So a column-parallel layer holds some *rows* of the stored tensor, and a row-parallel layer some of its
+# *columns*. The names come from the mathematics, X W, and the figures of this lesson follow the names.
 #
-# For example, a linear layer from 8 to 12 features on 2 ranks, column-parallel: a rank holds a weight that PyTorch
-# stores as [6, 8], and a bias of 6, which is 54 numbers. Row-parallel, it holds [12, 4] and the whole bias of 12, which
-# is 60 numbers.
-#
-# **Predict.** An MLP of width 64, inside 256, with biases, on 2 ranks: up is column-parallel, down is row-parallel. How
-# many parameters does a rank hold?
-
-# %% tags=["predict"]
-up_parameters = 128 * 64 + 128
-down_parameters = 64 * 128 + 64
-held_parameters = up_parameters + down_parameters
-
-# %% [markdown]
-# From here on our four ranks form two tensor-parallel groups of two, as in a job with dp = 2 and tp = 2. (In plain
-# PyTorch the group is `init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"].get_group()`.)
+# From here on our four ranks form two tensor-parallel groups of two, as in a job with dp = 2 and tp = 2. In plain
+# PyTorch the group is `init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"].get_group()`. Here is an MLP
+# of width 64, with 256 features inside and with biases, and what each of two ranks holds of it.
 
 # %% tags=["by-hand"]
 from labcode.models import layers
@@ -345,20 +295,14 @@ def shapes_on_a_rank():
     mlp = shard_mlp(make_mlp())
     return {name: list(param.shape) for name, param in mlp.named_parameters()}
 
-shapes = ranks.run(shapes_on_a_rank)[0]
-numbers = {name: math.prod(shape) for name, shape in shapes.items()}
-of_up = numbers["up.weight"] + numbers["up.bias"]
-of_down = numbers["down.weight"] + numbers["down.bias"]
-compare("up", up_parameters, of_up, within=1, found="counted")
-compare("down", down_parameters, of_down, within=1, found="counted")
-compare("both", held_parameters, of_up + of_down, within=1, found="counted")
-print(shapes)
+for name, shape in ranks.run(shapes_on_a_rank)[0].items():
+    print(f"{name:12} {shape}")
 
 # %% [markdown]
-# Is the MLP that is cut like this still the same function? `difference(make, shard)` builds the whole module and this
-# rank's share of it from the same numbers, and runs both forward and backward on the same input. It returns the largest
-# relative differences of the output, of the input's gradient and of the gradients of the weights, each compared with
-# this rank's part of the whole one. `is_exact` says whether all three are below 1e-12.
+# Is the sharded MLP still the same function? `difference(make, shard)` builds the whole module and this rank's shard of
+# it from the same numbers, and runs both forward and backward on the same input. It returns the largest relative
+# differences of the output, of the input's gradient and of the weights' gradients. `is_exact` says whether all three
+# are below 1e-12.
 
 # %% tags=["nbval-check-output"]
 from labcode.teach.labs.l09_shards import difference, is_exact
@@ -370,15 +314,14 @@ for rank, differences in enumerate(ranks.run(difference, make_mlp, shard_mlp)):
 # It is exact, because gelu works on each feature alone and does not care that the other features are elsewhere.
 #
 # Why not rows first? Then each rank would have only a partial **sum** where gelu needs the whole one, and gelu of a sum
-# is not the sum of the gelus. The ranks would have to add up first, with an all-reduce of a tensor four times as wide,
-# in the middle of the MLP. And there is the second bias. Every rank has the whole of it, and adds it **after** the sum.
+# is not the sum of the gelus: with the partial sums 1 and -1, gelu(1 - 1) = 0, but gelu(1) + gelu(-1) = 0.84 - 0.16.
+# The ranks would first have to all-reduce a tensor four times as wide, in the middle of the MLP.
 #
-# **Predict.** (a) Two ranks hold the partial sums 1 and -1, so gelu of the sum is gelu(0) = 0. What is the sum of the
-# gelus? You may use gelu(1) = 0.84 and gelu(x) - gelu(-x) = x. (b) Four ranks add the bias **before** the sum. By how
-# many biases is the output too large?
+# And there is the second bias. It is replicated, and every rank adds it **after** the sum.
+#
+# **Predict.** Four ranks add it **before** the sum. By how many biases is the output too large?
 
 # %% tags=["predict"]
-sum_of_gelus = 0.84 + (0.84 - 1)
 biases_too_many = 4 - 1
 
 # %% tags=["nbval-check-output"]
@@ -393,16 +336,15 @@ def biases_too_large():
     early = reduce_from(term, layer.group)
     return ((early - layer(x)).sum() / layer.bias.sum()).item()
 
-gelus = F.gelu(torch.tensor([1.0, -1.0]))
-compare("sum of the gelus", sum_of_gelus, gelus.sum().item(), found="computed")
 biases = round(ranks.run(biases_too_large)[0], 2)
 compare("biases too many", biases_too_many, biases, within=1)
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 9.2 · The column-parallel layer
 #
-# Write it. `layer` is the whole `nn.Linear`, the same on every rank; `group.rank()` and `group.size()` say which part
-# is this rank's. `layer.bias` may be `None`. Leave `layer` as it is. Keep the parts as `self.weight` and `self.bias`:
+# Write it. `layer` is the whole `nn.Linear`, the same on every rank; `group.rank()` and `group.size()` say which shard
+# is this rank's. `layer.bias` may be `None`. Leave `layer` as it is, and keep the shards as `self.weight` and
+# `self.bias`:
 #
 # - each is an `nn.Parameter`, or an optimizer would not find it;
 # - each is a copy (`.detach().clone()`), since a slice is only a view and would keep the whole weight in memory.
@@ -439,8 +381,8 @@ check("9.2", MyColumnParallelLinear, ranks)
 # %% [markdown] tags=["exercise"]
 # ### Exercise 9.3 · The row-parallel layer
 #
-# Now the other one, from an empty cell: a class `MyRowParallelLinear`, made of a layer and a group like the one before,
-# with the parameters `weight` and `bias`. Here too `layer.bias` may be `None`. Its input holds some features only, [..,
+# Now the other one, from an empty cell: a class `MyRowParallelLinear`. As before, it is built from `layer` and `group`,
+# its parameters are `weight` and `bias`, and `layer.bias` may be `None`. Its input holds this rank's features, [..,
 # inputs/p], and its output is whole.
 
 # %% tags=["exercise"]
@@ -471,17 +413,10 @@ class MyRowParallelLinear(nn.Module):
 check("9.3", MyRowParallelLinear, ranks)
 
 # %% [markdown]
-# Here is labcode's. It can do more: `sequence` is lesson 10, and `product` swaps in another matrix product, such as one
-# in 8 bits. Three lines matter now: the one with `Shard(1)`, which says how the weight is cut; `self.leave(y,
-# self.group)`, which is g; and the last one, with the bias. It keeps `layer.bias` itself and no copy, because the whole
-# bias stays on every rank anyway, so there is no larger memory that a copy would set free.
-
-# %%
-show_source(tensor.RowParallelLinear)
-
-# %% [markdown]
-# **Takeaway: column-parallel, then row-parallel: one sum in forward, one in backward, and nothing in between. The
-# second bias is added once, after the sum.**
+# labcode's own pair are `tensor.ColumnParallelLinear` and `tensor.RowParallelLinear`, which later cells use.
+#
+# **Takeaway: column-parallel, then row-parallel: one all-reduce in forward, one in backward, and nothing in between.
+# The second bias is added once, after the sum.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* In 9.2 half of the room cuts dim 1, because "columns" are columns: refer to the transpose.
@@ -490,10 +425,10 @@ show_source(tensor.RowParallelLinear)
 # is then 1/p of the true one on every rank, unless that is taken care of as well.)
 
 # %% [markdown]
-# ## 3. Attention: whole heads (core, 10 min)
+# ## 3. Attention: whole heads (core, 8 min)
 #
-# In attention each head computes its softmax by itself. So heads are shared out as features were: the projections to q,
-# k and v are column-parallel, and the output projection is row-parallel. But our model, like most, has **one fused
+# In attention each head computes its softmax by itself. So heads are sharded as features were: the projections to q, k
+# and v are column-parallel, and the output projection is row-parallel. But our model, like most, has **one fused
 # weight** for the three: the outputs of all queries come first, then those of all keys, then those of all values. Call
 # the outputs of one head in q, in k or in v a **piece**.
 #
@@ -540,10 +475,10 @@ for shard in (shard_plainly, shard_by_sections):
     print(f"{shard.__name__}: the same as one process: {is_exact(differences)}")
 
 # %% [markdown]
-# The plain cut has the right shape. The layer takes q0 q1 for queries, q2 q3 for keys and k0 k1 for values, computes,
-# and its result is wrong, without any error. By sections, each of q, k and v is cut by itself, and the result is exact.
-# The figure shows all weights of a transformer layer on two ranks. The biases are not drawn: those of qkv and up are
-# cut like their columns, those of proj and down are whole.
+# The plain cut has the right shape. The layer takes q0 q1 for queries, q2 q3 for keys and k0 k1 for values, and computes
+# a wrong result without any error. By sections, each of q, k and v is cut by itself, and the result is exact. The
+# figure shows all weights of a transformer layer on two ranks. Of the biases, which are not drawn, those of qkv and up
+# are cut like their columns, and those of proj and down are replicated.
 
 # %% tags=["figure"]
 H = 64
@@ -562,16 +497,16 @@ plot.cuts(
 )
 
 # %% [markdown]
-# Models with **grouped queries** have fewer key and value heads than query heads, because several queries share one
-# (Llama 3 has 8 key/value heads at every size). The sections then have different lengths, and nothing else changes, as
-# long as tp divides the number of key/value heads. With more ranks than that, two ranks hold the same head, and the sum
-# of their gradients is one more thing to remember; `labcode` does it.
+# Models with **grouped queries** have fewer key and value heads than query heads, because several query heads share one
+# (Llama 3 has 8 key/value heads at every size). The sections then have different lengths, and nothing else changes as
+# long as tp divides the number of key/value heads. With more ranks than that, two ranks hold the same head, and their
+# gradients have to be summed as well; labcode does it.
 #
 # **Takeaway: cut where the computation falls apart by itself: features of the MLP, heads of the attention. A fused
 # weight is cut section by section.**
 
 # %% [markdown]
-# ## 4. What it costs (core, 25 min)
+# ## 4. What it costs (core, 22 min)
 #
 # A transformer layer has two such pairs of column and row, one in the attention and one in the MLP. Each pair has an f
 # and a g.
@@ -610,33 +545,29 @@ compare("backward", all_reduces_backward, number_backward, within=1, found="coun
 compare("bytes", bytes_in_all, counted_bytes, within=1, unit="B", found="counted")
 
 # %% [markdown]
-# Four all-reduces of B·S·H numbers in each layer, whatever p is. It does not matter how many weights the layer has,
+# Four all-reduces of B·S·H numbers in each layer, whatever p is. It does not matter how many parameters the layer has,
 # only how many activations go through it. With data parallelism it is the other way round.
 #
-# And they are hard to hide. The next matrix product needs the sum, so in plain code the rank has nothing to compute
-# while an all-reduce is under way. (It takes more work to overlap them. In backward the sum of f can travel while the
-# rank computes the weight's gradient, as in Megatron-LM. And a product can be cut into pieces, each of which is sent
-# while the next one is computed, as in torchtitan's asynchronous tensor parallelism.) So the ratio of communicating to
-# computing decides. Of the 12 H² weights of a layer, the attention has 4 H² and the MLP 8 H². Each costs 6 FLOPs for
-# each token: a multiplication and an addition in forward, and twice as many in backward. The p ranks share this work;
-# we leave out the scores of the attention. With GPUs of Φ FLOP/s, links of β bytes/s, and activations of 2 bytes, the
+# And they are hard to hide. The next matmul needs the sum, so in plain code the rank has nothing to compute while an
+# all-reduce is in flight. Overlap takes more work: in backward the all-reduce of f can travel while the rank computes
+# the weight's gradient, as in Megatron-LM, and a matmul can be cut into pieces, each of which is sent while the next
+# one is computed, as in torchtitan's asynchronous tensor parallelism. So what decides is the ratio of communication to
+# computation. A layer has 12 H² parameters, 4 H² in the attention and 8 H² in the MLP, and each costs 6 FLOPs per
+# token: a multiplication and an addition in forward, and twice as many in backward. The p ranks share this work; we
+# leave out the scores of the attention. With GPUs of Φ FLOP/s, links of β bytes/s, and activations of 2 bytes, the
 # times for one token give
 #
 # $$\frac{T_{comm}}{T_{comp}} = \frac{4 \cdot 2\frac{p-1}{p} \cdot 2H / \beta}{72 H^2 / (p\,\Phi)}
 # = \frac{2\,(p-1)\,\Phi}{9\,H\,\beta}.$$
 #
 # There is the factor p - 1 of lesson 08, section 6, again. For Φ we take 692 TFLOP/s, 70 % of an H100's peak, which is
-# what a linear layer reached in lesson 03, section 1, while nothing was waited for. (Whole training runs reach
-# some 40 % of the peak, with all their waiting.) For example, with H = 4096 and p = 8 on NVLink, on which
-# collectives reach β = 365 GB/s, the ratio is 2 · 7 · 692e12 / (9 · 4096 · 365e9) = 0.72. (These numbers are those of
-# labcode's table of clusters, with their sources: `labcode/perf/hardware_data`.)
+# what a linear layer reached in lesson 03, section 1, while nothing was waited for. (Whole training runs, with all
+# their waiting, reach some 40 %.) For example, with H = 4096 and p = 8 on NVLink, on which collectives reach β = 365
+# GB/s, the ratio is 2 · 7 · 692e12 / (9 · 4096 · 365e9) = 0.72. These numbers stand in labcode's table of clusters,
+# `labcode/perf/hardware_data`, with their sources.
 #
-# **Predict.** Now each rank of tp sits in a node of its own and sends by its adapter, with β = 50 GB/s. What is the
-# largest p among 2, 4, 8 and 16 for which the ratio stays below 1, with H = 4096, and with H = 12288?
-
-# %% tags=["predict"]
-largest_at_4096 = 2
-largest_at_12288 = 4
+# The figure shows the ratio for two widths, on NVLink and with each rank of tp in a node of its own, where it sends by
+# its adapter with β = 50 GB/s.
 
 # %% tags=["figure"]
 from labcode.perf.cluster import load_cluster
@@ -655,31 +586,24 @@ def ratio(p, hidden, link, tokens=2048):
     return communicating / computing
 
 curves = {}
-largest = {}
 for name, link in LINKS.items():
     for hidden in (4096, 12288):
         ratios = [ratio(p, hidden, link) for p in SIZES[name]]
-        below_one = [p for p in SIZES[name] if ratio(p, hidden, link) < 1]
         curves[f"{name}, H = {hidden}"] = (SIZES[name], ratios)
-        largest[name, hidden] = max(below_one)
-at_4096 = largest["a node each", 4096]
-at_12288 = largest["a node each", 12288]
-compare("largest p, H = 4096", largest_at_4096, at_4096, within=1, found="computed")
-compare("largest p, H = 12288", largest_at_12288, at_12288, within=1, found="computed")
 plot.lines(curves, caption="09.links")
 
 # %% [markdown]
-# On NVLink the ratio stays below one up to the 8 GPUs of a node, with a node for each rank it reaches one with few
+# On NVLink the ratio stays below one up to the 8 GPUs of a node; with a node for each rank it reaches one with few
 # ranks. It falls with H, so wide models can be cut further.
 #
 # What of p = 16 on two **full** nodes? Then eight adapters of each node carry the sum together (lesson 08, section 5),
 # 400 GB/s, which is no less than NVLink: the ratio goes on as inside a node, to 1.5 at H = 4096 and 0.5 at H = 12288.
-# So it is not the bytes alone that keep tp inside the node. An all-reduce over the network also has the network's
-# latency, four times in each layer, and while it travels the rank waits. What travels by the same adapters for the
-# other axes, such as gradients, can hide behind computing. And where NVLink connects more than 8 GPUs, as it does 72 in
-# a GB200 NVL72, the node of this rule is that large.
+# So it is not the bytes alone that keep tp inside the node. An all-reduce over the network also pays the network's
+# latency, four times in each layer, and the rank waits for it, while the messages of the other axes, such as
+# gradients, can hide behind computation. And where NVLink connects more than 8 GPUs, as it does 72 in a GB200 NVL72,
+# the node of this rule is that large.
 #
-# **Takeaway: four all-reduces of B·S·H numbers in each layer, and the computing waits for most of them. Tensor
+# **Takeaway: four all-reduces of B·S·H numbers in each layer, and the computation waits for most of them. Tensor
 # parallelism stays inside the node.**
 
 # %% [markdown] tags=["exercise"]
@@ -691,7 +615,7 @@ plot.lines(curves, caption="09.links")
 # the MLP over the group. There is no skeleton, but a list of what the check looks at:
 #
 # 1. the result is the same as on one process, on every rank of the group;
-# 2. each rank does its share of the products and no more;
+# 2. each rank does its share of the matmuls and no more;
 # 3. one all-reduce in forward, one in backward;
 # 4. the gradient of x is right, and so are those of the three weights: a rank has the gradients of its own parts.
 
@@ -715,9 +639,9 @@ check("9.4", my_swiglu, ranks)
 # %% [markdown]
 # <details><summary>And Llama's attention?</summary>
 #
-# Its q, k and v are three layers, so each of them is cut plainly, by whole heads: q, k and v column-parallel with one f
-# in front of all three, the output row-parallel. The rotary positions work on each head alone and need nothing. With 8
-# key/value heads tp can be up to 8 without copies.
+# Its q, k and v are three layers, so each of them is cut plainly, by whole heads: q, k and v are column-parallel with
+# one f in front of all three, and the output is row-parallel. The rotary positions work on each head alone and need
+# nothing. With 8 key/value heads tp can be up to 8 without copies.
 # </details>
 
 # %% [markdown] tags=["solution-only"]
@@ -725,7 +649,7 @@ check("9.4", my_swiglu, ranks)
 # numbers, no parallelism: the check counts FLOPs). Ask: could gate and up be one fused weight? (Yes, cut by sections.)
 
 # %% [markdown]
-# ## 5. The same with DTensor (core, 30 min)
+# ## 5. The same with DTensor (core, 18 min)
 #
 # PyTorch's own tensor parallelism needs no new layers. A **DTensor** is a tensor that knows how it is laid out over the
 # ranks of a device mesh. Each rank holds a plain tensor, its **local** part, and the layout says what that part is:
@@ -802,7 +726,7 @@ print(f"the summand of rank 0 is {summand:g}, the sum is {total:g}")
 
 # %% [markdown]
 # That is your MLP in other words: columns give `Shard(1)`, then rows give `Partial()`, and turning a `Partial()` into a
-# `Replicate()` is the all-reduce g. And f is the same thing in backward: the gradient of a `Replicate()` that was used
+# `Replicate()` is the all-reduce g. In backward, f is the same thing: the gradient of a `Replicate()` that was used
 # differently on each rank comes out as `Partial()`, and is summed.
 #
 # `parallelize_module(module, mesh, plan)` turns the weights of a model into DTensors. The plan names a **style** for
@@ -813,14 +737,13 @@ print(f"the summand of rank 0 is {summand:g}, the sum is {total:g}")
 # | `ColwiseParallel()` | `Shard(0)`, the outputs | `Replicate()` | `Shard(-1)`, its features |
 # | `RowwiseParallel()` | `Shard(1)`, the inputs | `Shard(-1)`, its features | `Replicate()`, after a sum |
 #
-# `Shard(-1)` is the last dim. Now our MLP, by hand and by plan, with the same numbers.
+# `Shard(-1)` is the last dim. Now our MLP, by hand and by plan, with the same weights.
 
 # %% tags=["nbval-check-output"]
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
@@ -875,12 +798,12 @@ _, backward = ranks.run(number_of_all_reduces, SeparateAttention, separate_by_pl
 compare("sums", sums_in_backward, backward, within=1, found="counted")
 
 # %% [markdown]
-# Three: each of the layers has an f of its own, and each sums the gradient of x. One sum of the three gradients, added
-# up on each rank first, would do. For that, x must become a DTensor **before** it branches to the three layers, and
-# that is what the style `PrepareModuleInput` is for. It leaves the weights of a module alone, and turns its input from
-# `input_layouts` into `desired_input_layouts`. In a plan, the name `""` means the module itself, so here it is applied
-# to the input of the whole attention: it takes a plain tensor, which is the same on all ranks (`Replicate()`), and
-# hands it on as a DTensor with the same layout.
+# Three: each of the layers has an f of its own, which all-reduces the gradient of x. One all-reduce would do, if each
+# rank first added up its three gradients. For that, x must become a DTensor **before** it branches to the three layers,
+# and that is what the style `PrepareModuleInput` is for. It leaves the weights of a module alone, and turns its input
+# from `input_layouts` into `desired_input_layouts`. In a plan, the name `""` means the module itself, so here the style
+# is applied to the input of the whole attention: it takes a plain tensor, which is the same on all ranks
+# (`Replicate()`), and passes it on as a DTensor with the same layout.
 
 # %% tags=["nbval-check-output"]
 def separate_with_one_f(attention):
@@ -907,8 +830,8 @@ for make, shard in (
 # The last line is the plain cut of section 3 again: a plan for our fused qkv gives no error, and all numbers are wrong.
 # DTensor keeps track of every layout, but it cannot know what the columns **mean**.
 #
-# Now a whole transformer layer in plain PyTorch: attention and MLP, each with a norm before it and an addition after
-# it. A dotted name in a plan reaches a layer inside a module.
+# Now a whole transformer layer in plain PyTorch: attention and MLP, each with a norm before it and a residual after it.
+# A dotted name in a plan reaches a layer inside a module.
 
 # %% tags=["nbval-check-output"]
 from torch import nn
@@ -949,46 +872,11 @@ print(f"all-reduces: {forward} forward, {backward} backward")
 
 # %% [markdown]
 # These are the four all-reduces of section 4. The norms are not in the plan: their weights stay plain tensors, whole on
-# every rank, and read plain tensors.
+# every rank, and read plain tensors. Lesson 10, section 4, adds the style for them, `SequenceParallel`, which gives
+# each rank some of the tokens.
 #
-# One style is left, and lesson 10 is about it: `SequenceParallel`, for norms and dropout. The weights stay whole, and
-# input and output are `Shard(1)`. Careful: here `Shard(1)` is the layout of an **activation**. With [B, S, H] its dim 1
-# is that of the tokens, so each rank works on some of them. In the table above it was the layout of a weight, whose dim
-# 1 holds the inputs. In this example a norm stands before the MLP, and everything outside up and down is `Shard(1)`. So
-# `up` must be told that its input comes as `Shard(1)`, and `down` that its output should leave as `Shard(1)`. Both
-# styles take such arguments.
-
-# %% tags=["nbval-check-output"]
-class NormAndMLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(64)
-        self.up = nn.Linear(64, 256)
-        self.down = nn.Linear(256, 64)
-
-    def forward(self, x):
-        return self.down(F.gelu(self.up(self.norm(x))))
-
-def on_parts_of_the_sequence():
-    plan = {
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    module = parallelize_module(NormAndMLP(), tp_mesh(), plan)
-    own_tokens = torch.randn(2, 8, 64)  # 8 of the 16 tokens
-    forward, _ = count_collectives(module, own_tokens)
-    return forward
-
-for kind, (number, num_bytes) in ranks.run(on_parts_of_the_sequence)[0].items():
-    print(f"forward: {number} {kind} of {num_bytes} bytes")
-
-# %% [markdown]
-# In place of the all-reduce there are an all-gather before `up` and a reduce-scatter after `down`. By the equation of
-# lesson 01 they send as much as one all-reduce. What is gained by it is memory, and lesson 10 is about that.
-#
-# **Takeaway: a plan replaces the layers of your own, and other parts of PyTorch understand DTensors, such as its
-# distributed checkpoints. Count its collectives, and compare it with the whole model once.**
+# **Takeaway: a plan replaces your own layers, and other parts of PyTorch understand DTensors, such as its distributed
+# checkpoints. Count its collectives, and compare it with the whole model once.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Go through the two rows of the table with the MLP on the board, and introduce the other styles
@@ -996,12 +884,12 @@ for kind, (number, num_bytes) in ranks.run(on_parts_of_the_sequence)[0].items():
 # (`Partial()`.)
 
 # %% [markdown]
-# ## 6. A whole GPT (core, 20 min)
+# ## 6. A whole GPT (core, 19 min)
 #
-# `parallelize(model, grid)` does to a whole model what we did by hand. It puts a column-parallel layer in the place of
-# each qkv and up, and a row-parallel one in that of each proj and down. The embedding is cut along the vocabulary. So is
-# the output layer of the model, which computes a score for each token of the vocabulary; it is called the **head**, and
-# has nothing to do with the heads of the attention. It becomes a column-parallel layer.
+# `parallelize(model, grid)` does to a whole model what we did by hand. It replaces each qkv and up by a column-parallel
+# layer, and each proj and down by a row-parallel one. The embedding is cut along the vocabulary, and so is the output
+# layer of the model, which computes a score for each token of the vocabulary. That layer is called the **head** (it has
+# nothing to do with the heads of the attention), and it becomes column-parallel.
 #
 # `weights_table` prints the shape of each weight, whole and on this rank. Block 1 looks like block 0 and is left out.
 # Here is what rank 0 holds for dp = 2 and tp = 2.
@@ -1035,7 +923,7 @@ print(ranks.run(described)[0])
 # %% [markdown]
 # Of the 83 rows of `embed.weight`, one for each character of the text, rank 0 has 42. The head is not in the list
 # because it is **tied**: it is the same weight as the embedding, so it is cut in the same way. Positions, norms and the
-# biases after a sum are whole on every rank. After backward, `finish_gradient_sync` averages all gradients over dp
+# biases after a sum are replicated. After backward, `finish_gradient_sync` averages all gradients over dp
 # (lesson 04, section 1); nothing needs to be summed over tp, because f and g have done that already.
 #
 # Now we train: 15 steps of AdamW in float64, on one process, on two grids of four ranks, and once more **broken on
@@ -1043,7 +931,7 @@ print(ranks.run(described)[0])
 # `adamw_steps` is the usual loop: loss, backward, `finish_gradient_sync`, step; it returns the losses.
 #
 # **Predict.** Without f, the gradient of everything below is incomplete at every step. How far does the loss fall in
-# these 15 steps, beside the fall of the true run? Answer `"hardly"` (less than a quarter of it), `"about half"` or
+# these 15 steps, compared with the true run? Answer `"hardly"` (less than a quarter of it), `"about half"` or
 # `"about as far"` (more than three quarters). AdamW divides each number of a gradient by its typical size.
 
 # %% tags=["predict"]
@@ -1121,19 +1009,19 @@ plot.lines(off, x=range(1, 16), caption="09.differences")
 # hide it: of each number of a gradient it uses little more than the sign, and a sign can be right although paths are
 # missing. The first loss is even exact, because forward is right. (A difference of exactly 0 is drawn at 1e-17.)
 #
-# Two cheap tests find the mistake at once: the loss of the **second** step against one process, and the copies of a
-# weight that every rank of tp holds. With f these are equal to the last bit here (on GPUs up to kernels whose sums have
-# no fixed order); without it, each rank has its own.
+# Two cheap tests find the mistake at once: compare the loss of the **second** step with one process, and compare the
+# copies of a weight that is replicated over tp. With f these are equal to the last bit here (on GPUs up to kernels
+# whose sums have no fixed order); without it, each rank has its own.
 #
 # ### Whose samples?
 #
 # In your own script a sampler gives each rank its samples. PyTorch's `DistributedSampler` (lesson 04, section 5) takes
-# rank and number of parts from the **world** if you do not give them. With tp it must be told: there are as many parts
-# as copies of the model, and all ranks of a tp group take the same one. NERSC's training script has two lines for this,
-# `data_num_shards = size("dp")` and `data_shard_id = rank("dp")`.
+# rank and number of shards from the **world** unless you say otherwise. With tp you must: there are as many shards of
+# the data as copies of the model, and all ranks of a tp group read the same one. NERSC's training script has two lines
+# for this, `data_num_shards = size("dp")` and `data_shard_id = rank("dp")`.
 #
-# The next cell trains on dp = 2 and tp = 2 in both ways. With the sampler as it comes, each of the four ranks reads its
-# own four samples of the sixteen.
+# The next cell trains on dp = 2 and tp = 2 in both ways. With the sampler's defaults, each of the four ranks reads four
+# samples of its own.
 #
 # **Predict.** What shows the mistake: `"an error"`, the `"losses"`, which differ from those of one process by more than
 # 1e-9, the `"copies"` of a norm, which differ from rank to rank by as much, or `"losses and copies"`? Remember that the
@@ -1185,27 +1073,27 @@ for name, of_ranks in {"by dp": by_dp, "by world": by_world}.items():
           f"{found['copies']:.0e}, fall {share:.2f} of the true one")
 
 # %% [markdown]
-# Nothing stops: all shapes fit. After the embedding both ranks of a tp group have the same X, and so the copies of the
-# norms get the same gradient. But this X belongs to no text. Where the two samples have different tokens, the sum takes
-# the vector of the one from rank 0 if its token is in the first half of the vocabulary, and that of the other from
-# rank 1 if its token is in the second half: two vectors, one or none. The targets are mixed in the same way. The model
-# learns from texts that nobody wrote, and the curve falls as a true one does.
+# Nothing stops the run, since all shapes fit. After the embedding both ranks of a tp group have the same X, and so the
+# copies of the norms get the same gradient. But this X belongs to no text. Where the two samples have different tokens,
+# the sum takes the vector of the one from rank 0 if its token is in the first half of the vocabulary, and that of the
+# other from rank 1 if its token is in the second half: two vectors, one or none. The targets are mixed in the same way.
+# The model learns from texts that nobody wrote, and the curve falls as a true one does.
 #
-# The loss of the **first** step already tells, if you have one process to compare with. Where you have not, compare the
-# batch itself, once, at the start: gather the inputs over the tp group; all must be equal.
+# The loss of the **first** step gives it away, if you have one process to compare with. If not, compare the batch
+# itself once, at the start: gather the inputs over the tp group; all must be equal.
 #
 # **Takeaway: every grid gives the losses of one process up to rounding. A curve that looks right proves nothing:
 # compare numbers, compare the copies, and give a sampler the number and the size of dp.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* The best moment of the lesson: show the first figure and ask who would have stopped this run.
-# Then the second. Section 7 is optional: 45 minutes with its two exercises, good as homework.
+# Then the second. Section 7 is optional, and its two exercises are good homework.
 
 # %% [markdown]
-# ## 7. The vocabulary (optional, 45 min)
+# ## 7. The vocabulary (optional, 42 min)
 #
-# The table of the vocabulary, [V, H], is often the largest single weight. It is cut along V, which need not be a
-# multiple of p: of our 83 characters the first of two ranks takes 42, and the second 41.
+# The embedding table, [V, H], is often the largest single weight. It is cut along V, which need not be a multiple of p:
+# of our 83 characters the first of two ranks takes 42, and the second 41.
 #
 # - As the **embedding**, it turns tokens into vectors. A rank looks up the tokens that it has, takes a vector of zeros
 #   for the others, and all ranks add up: a g.
@@ -1261,12 +1149,7 @@ check("9.5", MyVocabParallelEmbedding, ranks)
 # That is three numbers: a maximum, a sum, and a single logit, which one of the ranks has. (The maximum cancels; it is
 # subtracted so that no exponential becomes too large.) Each of the three is an all-reduce of one number for each token.
 #
-# **Predict.** GPT-2's vocabulary, rounded up to 50304, in float32, and 512 tokens. How many bytes do the gathered
-# logits take, and how many do the three numbers take?
-
-# %% tags=["predict"]
-bytes_of_logits = 512 * 50304 * 4
-bytes_of_three_numbers = 512 * 3 * 4
+# The next cell counts both ways on two ranks, for 512 tokens in float32 and GPT-2's vocabulary, rounded up to 50304.
 
 # %% tags=["nbval-check-output"]
 from labcode.comm.collectives import all_gather
@@ -1288,15 +1171,11 @@ def both_losses(tokens=512, vocab=50304):
     return totals(gathering)["all_gather"][1], totals(reducing)["all_reduce"][1], same
 
 gathered_bytes, reduced_bytes, same = ranks.run(both_losses)[0]
-for what, predicted, of_calls in (
-    ("bytes of the logits", bytes_of_logits, gathered_bytes),
-    ("bytes of three numbers", bytes_of_three_numbers, reduced_bytes),
-):
-    compare(what, predicted, of_calls, within=1, unit="B", found="counted")
+print(f"gathered logits: {gathered_bytes:,} bytes, three numbers: {reduced_bytes:,}")
 print("same loss:", same)
 
 # %% [markdown]
-# And gathered logits would have to **stay** on every rank for backward. With Llama 3's vocabulary of 128256 tokens and
+# Gathered logits would also have to **stay** on every rank for backward. With Llama 3's vocabulary of 128256 tokens and
 # a sequence of 8192 that is 8192 · 128256 · 4 bytes, more than 4 GB.
 
 # %% [markdown] tags=["exercise"]
@@ -1358,39 +1237,6 @@ print(f"same loss: {same}; {number} all-reduces, {num_bytes} bytes")
 print(f"three numbers for each token are {512 * 3 * 8} bytes")
 
 # %% [markdown]
-# Now you can add up what a whole GPT sends. From bottom to top there are the embedding with its g, then the layers,
-# then the head with its f, and at last the loss with its maximum in one all-reduce, and the sum and the target together
-# in another one.
-#
-# **Predict.** A GPT of 3 layers, width 32, 2 sequences of 12 tokens, float32. How many all-reduces do forward and
-# backward make together? How many bytes do their tensors take in all?
-
-# %% tags=["predict"]
-number_of_sums = 1 + 3 * 4 + 1 + 2
-bytes_of_sums = (1 + 3 * 4 + 1) * (2 * 12 * 32 * 4) + 3 * (2 * 12 * 4)
-
-# %% tags=["nbval-check-output"]
-from labcode.config import GPTConfig
-from labcode.models import gpt
-from labcode.models.parallelize import parallelize
-from labcode.topology import GridShape
-
-
-def bill():
-    grid = Grid.create(GridShape(tp=4))
-    small = GPTConfig(65, num_layers=3, num_heads=4, hidden_size=32, context_length=12)
-    model = parallelize(gpt.GPT(small), grid)
-    tokens = torch.zeros(2, 12, dtype=torch.int64)
-    with counted() as calls:
-        model.loss(model(tokens), tokens).backward()
-    over_tp = [call for call in calls if call.group_size == 4]
-    return totals(over_tp)["all_reduce"]
-
-number, num_bytes = ranks.run(bill)[0]
-compare("all-reduces", number_of_sums, number, within=1, found="counted")
-compare("bytes", bytes_of_sums, num_bytes, within=1, unit="B", found="counted")
-
-# %% [markdown]
 # **Takeaway: do not gather what you are going to reduce. Three numbers for each token replace V of them.**
 
 # %% [markdown] tags=["solution-only"]
@@ -1402,7 +1248,7 @@ compare("bytes", bytes_of_sums, num_bytes, within=1, unit="B", found="counted")
 ranks.close()
 
 # %% [markdown]
-# ## 8. From here to GPUs and SLURM (core, 5 min)
+# ## 8. From here to GPUs and SLURM (core, 2 min)
 #
 # | where | start |
 # |---|---|
@@ -1412,12 +1258,12 @@ ranks.close()
 #
 # What tp leaves over goes to dp, and tp is the fastest axis, so it stays inside the node. (Under `srun`, export
 # `MASTER_ADDR` and `MASTER_PORT` first, the variables of lesson 04; lesson 14 writes such a script.) In real runs two
-# more things matter. The products become thin, and below some width they no longer keep a GPU busy. And norms, dropout
-# and residuals are still whole on every rank, with all their activations; lesson 10 removes that. Dropout there must
-# draw the **same** numbers on all ranks of tp, and inside the attention different ones.
+# more things matter. The matmuls become thin, and below some width they no longer keep a GPU busy. And norms, dropout
+# and residuals are still replicated, with all their activations; lesson 10 removes that. Dropout there must draw the
+# **same** numbers on all ranks of tp, and inside the attention different ones.
 
 # %% [markdown]
-# ## Questions (core, 5 min)
+# ## Questions (core, 3 min)
 #
 # **1.** A model has dropout between the MLP's second layer and the residual, after g. Each rank draws its own random
 # numbers. What happens?
@@ -1434,20 +1280,11 @@ ranks.close()
 #
 # <details><summary>Answer</summary>
 #
-# Its input is not one tensor that several ranks use: each rank has its own features, and uses them alone. So the
-# gradient of these features is complete on that rank.
+# Its input is not one tensor that several ranks use: each rank has its own features, and is the only one to use them.
+# So the gradient of these features is complete on that rank.
 # </details>
 #
-# **3.** tp = 2 becomes tp = 4, everything else stays. What happens to the bytes of the tensors that a layer sums, and
-# what to the bytes that a rank sends?
-#
-# <details><summary>Answer</summary>
-#
-# The tensors stay the same: four of B·S·H numbers. A rank of a ring sends 2 (p - 1)/p times that, so 1.5 times in place
-# of once.
-# </details>
-#
-# **4.** Somebody cuts the fused qkv of a model plainly, trains it from the start on 2 ranks, and the loss falls well.
+# **3.** Somebody cuts the fused qkv of a model plainly, trains it from the start on 2 ranks, and the loss falls well.
 # What is wrong?
 #
 # <details><summary>Answer</summary>
@@ -1456,7 +1293,7 @@ ranks.close()
 # But its weights fit no other value of tp, and no published checkpoint can be loaded.
 # </details>
 #
-# **5.** (Lesson 08.) With 16 ranks, dp = 2, tp = 8 and the order `dp-tp-pp-cp`, which ranks are the tp group of rank 0,
+# **4.** (Lesson 08.) With 16 ranks, dp = 2, tp = 8 and the order `dp-tp-pp-cp`, which ranks are the tp group of rank 0,
 # and why is that a bad idea on nodes of 8?
 #
 # <details><summary>Answer</summary>
