@@ -13,9 +13,9 @@
 # %% [markdown]
 # # 10 · Sequence parallel and activation memory
 #
-# Tensor parallelism cuts the weights of a layer by the number of ranks. It does not cut the memory of the layer by as
-# much, because a good part of what the layer keeps for its backward pass stays whole on every rank. In this lesson you
-# count these bytes, and then you remove the part that stays whole, by cutting the **sequence**.
+# Tensor parallelism divides the weights of a layer by the number of ranks. It does not divide the memory of the layer by
+# as much, because a good part of what the layer keeps for its backward pass stays whole on every rank. In this lesson
+# you count these bytes, and then you remove the part that stays whole, by cutting the **sequence**.
 #
 # ## Goals
 #
@@ -24,7 +24,7 @@
 # - write the pair of operations behind sequence parallelism, and the linear layer that keeps only its own tokens;
 # - know which gradients have to be summed once the tokens are split, and what happens if nobody does.
 #
-# **Time**: 140 minutes. Good places for a break are after section 2 and after section 3.
+# **Time**: 132 minutes. Good places for a break are after section 2 and after section 3.
 #
 # **Needs**: lesson 01 (section 2). For section 2 also lesson 09 (section 2); for sections 3 to 5 also lesson 01
 # (section 3) and lesson 09 (sections 1, 2, 3 and 5).
@@ -34,14 +34,14 @@ import torch
 
 from labcode.comm.grid import Grid
 from labcode.config import ParallelConfig
-from labcode.lab import Ranks, check, compare, plot, show_source
+from labcode.lab import Ranks, check, compare, plot
 from labcode.models.parallelize import parallelize
 from labcode.topology import GridShape
 
 ranks = Ranks(4, timeout_s=10)
 
 # %% [markdown]
-# ## 1. A published result, read critically (core, 10 min)
+# ## 1. A published result, read critically (core, 9 min)
 #
 # The tutorial *Deep Learning at Scale* of the computing centre NERSC trains a vision transformer on weather data. On
 # A100 GPUs with 40 GB the model runs out of memory. So the tutorial cuts each layer over four GPUs with tensor
@@ -54,18 +54,18 @@ ranks = Ranks(4, timeout_s=10)
 # | GB in use on a GPU before training starts | 10.5 | 10.2 |
 # | GB in use after the very first forward | 43.8 | 31.7 |
 #
-# Each data-parallel copy of the model takes 16 samples, in both runs. The log does not say what the 10 GB before training
-# are. Tensor parallelism has cut the weights by four, and yet they hardly shrink, so most of them must be something
-# else: what CUDA, NCCL and the data loader set aside.
+# Each data-parallel copy of the model takes 16 samples in both runs. The log does not say what the 10 GB before training
+# are. Tensor parallelism has cut the weights by four, and yet these 10 GB hardly shrink, so most of them must be
+# something else: what CUDA, NCCL and the data loader set aside.
 #
-# The model fits now, and that was the aim. But how good is this result? Two numbers tell, and the log prints neither.
+# The model fits now, and that was the aim. How good is this result? Two numbers tell, and the log prints neither.
 #
 # The first is the **efficiency**: the speed-up, divided by how many times as many GPUs it took. For example, a job goes
 # from 50 to 120 samples per second when it moves from 8 to 24 GPUs. The speed-up is 2.4, it took 3 times the GPUs, and
 # so the efficiency is 2.4/3 = 80 %.
 #
-# The second is the **share that is whole**. Say that a part w of the memory stays as it is on each of t ranks, and the
-# rest, 1 - w, is cut by t. Then
+# The second is the **fraction that stays whole**. Say that a fraction w of the memory stays as it is on each of t ranks,
+# and the rest, 1 - w, is divided by t. Then
 #
 # $$\text{memory afterwards} \,/\, \text{memory before} = w + \frac{1 - w}{t}.$$
 #
@@ -96,17 +96,16 @@ compare("efficiency above a half", efficiency_above_half, above, found="publishe
 compare("more than half is whole", more_than_half_is_whole, more, found="published")
 print(f"forward adds {forward_before_gb:.1f} GB on one rank")
 print(f"and {forward_after_gb:.1f} GB on each of four")
-print(f"efficiency: {published_efficiency:.2f}, whole share: {published_whole:.2f}")
+print(f"efficiency: {published_efficiency:.2f}, fraction whole: {published_whole:.2f}")
 
 # %% [markdown]
 # An efficiency of 34 % means that 16 GPUs do the work of little more than five. The log does not say where the rest
-# goes. Candidates are the all-reduces of tensor parallelism, gradients that now leave the node, thinner matrix
-# products, and everything that four ranks now compute four times. (The 80 GB model of the A100 also has faster memory,
-# so the comparison is a little hard on the 16.) If you need the memory, you pay this price. For speed alone, nobody
-# would do it.
+# goes. Candidates are the all-reduces of tensor parallelism, gradients that now leave the node, thinner matmuls, and
+# everything that four ranks now compute four times. (The 80 GB model of the A100 also has faster memory, so the
+# comparison is a little hard on the 16.) If you need the memory, you pay this price; for speed alone, nobody would.
 #
-# What the model learns is the same: after four epochs the loss on held-out weather is 0.1380 in the one run and 0.1379
-# in the other. And more than half of what forward adds is still whole on every rank. The tutorial asks its reader: "Can
+# What the model learns is the same: after four epochs the loss on held-out weather is 0.1380 in one run and 0.1379 in
+# the other. But more than half of what forward adds is still whole on every rank. The tutorial asks its reader: "Can
 # we drop the memory consumed more? What tensors have we left un-partitioned?" That is the question of this lesson.
 #
 # **Takeaway: a speed-up says little without the number of GPUs beside it. Tensor parallelism makes a model fit, but it
@@ -118,7 +117,7 @@ print(f"efficiency: {published_efficiency:.2f}, whole share: {published_whole:.2
 # allocator's reserve, the buffers of NCCL and cuDNN, the optimizer from the second step on.
 
 # %% [markdown]
-# ## 2. What a layer keeps (core, 37 min)
+# ## 2. What a layer keeps (core, 38 min)
 #
 # Between forward and backward, PyTorch keeps the tensors that backward will need. They are called **activations**.
 # Which ones are kept follows from the derivative of each operation:
@@ -133,7 +132,7 @@ print(f"efficiency: {published_efficiency:.2f}, whole share: {published_whole:.2
 # | addition | nothing | nothing |
 #
 # If two operations read the same tensor, it is kept once. For example, the output of a norm is the input of the linear
-# layer that follows it. (On CPUs PyTorch's dropout keeps the numbers by which it has multiplied in place of the mask,
+# layer that follows it. (On CPUs PyTorch's dropout keeps the numbers by which it has multiplied instead of the mask,
 # with as many bytes each as the activations have.)
 #
 # Let us count the MLP block of a layer, with its norm. In formulas we use the small letters of the paper that comes
@@ -150,8 +149,8 @@ plot.kept("mlp", caption="10.mlp")
 # bytes.
 #
 # Now tensor parallelism cuts the block over t ranks. `up` and `down` have only F/t features on each rank, so what GELU
-# and `down` keep is cut by t. But the input of the norm, the input of `up` and the mask have all h features for all
-# tokens, on **every** rank: they are whole.
+# and `down` keep is divided by t. But the input of the norm, the input of `up` and the mask have all h features for all
+# tokens on **every** rank: they stay whole.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 10.1 · What does a layer keep?
@@ -251,11 +250,10 @@ def kept_bytes(weights, function, *inputs):
 # collectives that a rank starts; we need them in section 4.
 #
 # **Predict.** The layer has a hidden size of 128, and the batch is 4 samples of 256 tokens, in float32, which has 4
-# bytes. How many bytes does one rank alone keep, and how many does each of four ranks keep? What fraction would always
-# remain in our layer, however many ranks there are?
+# bytes. How many bytes does each of four ranks keep? What fraction would always remain in our layer, however many ranks
+# there are?
 
 # %% tags=["predict"]
-alone_bytes = 16 * (4 * 256 * 128 * 4)
 each_of_four_bytes = (4 + 12 / 4) * (4 * 256 * 128 * 4)
 always_whole_in_ours = 4 / 16
 
@@ -285,7 +283,6 @@ def one_layer(rank, tp, sequence_parallel=False):
 # %% tags=["nbval-check-output"]
 alone_kept, *_ = ranks.run(one_layer, tp=1)[0]
 with_tp_kept, *_ = ranks.run(one_layer, tp=4)[0]
-compare("kept by one rank alone", alone_bytes, alone_kept, within=1.02, unit="B")
 compare("kept by each of four", each_of_four_bytes, with_tp_kept, within=1.02, unit="B")
 ours_left = (4 * with_tp_kept - alone_kept) / (3 * alone_kept)  # w of section 1
 compare("always whole, ours", always_whole_in_ours, ours_left, within=1.02)
@@ -331,18 +328,18 @@ print(f"the paper's layer on 2**20 ranks keeps {paper_many / paper_alone:.2f} of
 
 # %% [markdown]
 # A quarter of our layer stays on every rank, however many ranks you take, and 10/34 = 29 % of the paper's. Does that
-# explain the 53 % of the published run? Only partly. Under `torch.autocast` the tensor x, to which every block adds its
-# result, stays in float32. So the two numbers that the norms keep have 4 bytes each, and the other 14 have 2 bytes each,
-# which is 36 bytes in all. The norms' 8 bytes are whole, and so are 2 bytes each for the inputs of `qkv` and `up`: 12 of
-# 36, a third. A model also has two ends that are not cut. What else the published run keeps, its log cannot tell: it
-# counts everything that is in use on the GPU.
+# explain the 53 % of the published run? Only partly. Under `torch.autocast` the residual stream, to which every block
+# adds its result, stays in float32. So the two numbers that the norms keep have 4 bytes each, and the other 14 have 2
+# bytes each, which is 36 bytes in all. The norms' 8 bytes are whole, and so are 2 bytes each for the inputs of `qkv` and
+# `up`: 12 of 36, a third. A model also has two ends that are not cut. What else the published run keeps, its log cannot
+# tell: it counts everything that is in use on the GPU.
 #
 # ### A layer of today
 #
 # The 34 bytes are those of GPT-3's layer, of 2020. A layer of Llama 3 70B (2024) differs in three places. Its norm is
 # **RMSNorm**, which divides by the root of the mean square and subtracts no mean. Its MLP is **SwiGLU**, down(silu(gate
-# x) · up x), with three products in place of two and F = 3.5 h features inside. And eight heads of queries share one
-# head of keys and values (**grouped queries**), so k and v have h/8 features each. There is no dropout and no bias. The
+# x) · up x), with three matmuls instead of two and F = 3.5 h features inside. And eight query heads share one head of
+# keys and values (**grouped queries**), so k and v have h/8 features each. There is no dropout and no bias. The
 # next cell writes such a layer, in the proportions of Llama's and with our width of 128. (Llama also turns q and k by
 # their positions. That is left out: its backward needs the angles only, which all layers share.)
 #
@@ -404,29 +401,29 @@ print(f"one RMSNorm on a CPU: {one_norm:.1f} numbers")
 # `gate`, silu and `up`, and the input of `down`. That makes 20.25 numbers, or 40.5 bytes. The other two that we
 # measured come from RMSNorm, which PyTorch computes on a CPU as a row of small operations, so that it also keeps the
 # normalised x. A fused RMSNorm needs its input and one number for each token. A fused SwiGLU computes silu again in
-# backward and does not keep its result: 3 · 3.5 in place of 4 · 3.5, which makes 16.75 numbers or 33.5 bytes.
+# backward and does not keep its result: 3 · 3.5 instead of 4 · 3.5, which makes 16.75 numbers or 33.5 bytes.
 #
 # **Takeaway: for each of s b h a layer of GPT-3 keeps 34 bytes in 16-bit numbers, with fused attention and dropout, and
 # a layer of today about 40, or 34 if SwiGLU is fused as well. Tensor parallelism cuts what is inside the attention and
-# the MLP. The inputs of the norms and of the first products stay whole on every rank, and so do the masks of dropout:
+# the MLP. The inputs of the norms and of the first matmuls stay whole on every rank, and so do the masks of dropout:
 # 10 of GPT-3's 34 bytes, 8 of today's.**
 
 # %% [markdown]
-# ## 3. Cut the tokens between the products (core, 30 min)
+# ## 3. Cut the tokens between the matmuls (core, 40 min)
 #
-# Between the matrix products of a layer stand norms, dropouts and additions. Each of them looks at every token by
-# itself. So they do not need all tokens in one place, and we can give each rank a part of the **tokens** there, [B, S/t,
-# H]. This is **sequence parallelism**.
+# Between the matmuls of a layer stand norms, dropouts and residual additions. Each of them treats every token by itself.
+# So they do not need all tokens in one place, and we can give each rank a shard of the **tokens** there, [B, S/t, H].
+# This is **sequence parallelism**.
 #
-# - Where a product begins, the rank needs all tokens: an **all-gather** along the sequence.
-# - Where a product ends, each rank has partial sums for all tokens. They have to be added up, and each rank wants the
+# - Where a block's first matmul begins, the rank needs all tokens: an **all-gather** along the sequence.
+# - Where its last one ends, each rank has partial sums for all tokens. They have to be reduced, and each rank needs the
 #   sums of its own tokens only: a **reduce-scatter**.
 #
-# Be careful with the name, which stands for three different things:
+# The name stands for three different things:
 #
 # | who says "sequence parallel" | what is cut by tokens | today also called |
 # |---|---|---|
-# | Megatron, and this lesson | what lies between the products, within the tp group | sequence parallel |
+# | Megatron, and this lesson | what lies between the matmuls, within the tp group | sequence parallel |
 # | DeepSpeed-Ulysses | the whole layer; an all-to-all turns parts of tokens into parts of heads for attention | context parallel |
 # | Li et al. 2021, and ring attention | the whole layer; keys and values go round a ring (lesson 11) | context parallel |
 
@@ -437,11 +434,10 @@ plot.around_a_layer(caption="10.around_a_layer")
 # In the picture a square is a tensor on one rank. Its upper half holds the first half of the tokens, which belong to
 # rank 0, and its lower half holds those of rank 1. Hatched squares are partial sums.
 #
-# And backward? The gradient flows through the picture from right to left, and each of the two operations turns into the
-# other one:
+# In backward the gradient flows through the picture from right to left, and each operation turns into the other:
 #
-# - After an all-gather, **every** rank has used my tokens. So the gradient of my tokens is the sum of what all ranks
-#   say about them: a reduce-scatter.
+# - After an all-gather, **every** rank has used my tokens. So the gradient of my tokens is the sum over all ranks: a
+#   reduce-scatter.
 # - In a reduce-scatter, my tensor went into the sums of **every** rank. So its gradient consists of the gradients of
 #   all these sums: an all-gather.
 
@@ -455,9 +451,9 @@ plot.around_a_layer(caption="10.around_a_layer")
 # - `dist.reduce_scatter(own, parts, group=group)` takes t tensors; tensor i goes to rank i. The sum of what this rank
 #   receives is written into `own`.
 #
-# NCCL, which runs on GPUs, wants contiguous tensors. Gloo, which runs here, copies others silently. So call
-# `.contiguous()` on x before you make tensors like it, and on what you have cut out; the check looks for it, and hands
-# in slices as well, both to `forward` and to `backward`. `backward` returns one gradient for each argument of `forward`
+# NCCL, which runs on GPUs, needs contiguous tensors. Gloo, which runs here, copies others silently. So call
+# `.contiguous()` on x before you make tensors like it, and on what you have cut out; the check looks for it, and passes
+# slices as well, both to `forward` and to `backward`. `backward` returns one gradient for each argument of `forward`
 # but `ctx`; that of `group` is `None`. Write the two functions first, and use each of them twice. What `forward` stores
 # in `ctx`, such as `ctx.group`, `backward` finds there. About 15 lines in all.
 
@@ -518,26 +514,16 @@ check("10.2", AllGather, ReduceScatter, ranks)
 
 # %% [markdown]
 # `torch.cat` along dim 1 copies all of [B, S, H] once more. Megatron therefore lays its tensors out as [S, B, H]: the
-# parts of the ranks then lie one after the other in memory, and the all-gather writes the result in place.
-#
-# Below is `start_all_gather`, which you will need in a moment.
-
-# %%
-from labcode.comm.collectives import all_gather, start_all_gather
-
-show_source(start_all_gather)
-
-# %% [markdown]
-# `start_all_gather` and `start_reduce_scatter` begin to send and return at once. What they return is a function: call
-# it to wait for the result. Between the two calls a rank can compute.
+# shards of the ranks then lie one after the other in memory, and the all-gather writes the result in place.
 #
 # Now there is a trap. An all-gather followed by a linear layer computes the right thing. But the linear layer keeps its
 # input for the gradient of its weight, and its input is the **gathered** tensor, [B, S, H]. So two of the four tensors
 # that we wanted to cut, the inputs of `qkv` and `up`, are whole again.
 #
-# The two layers can keep their own tokens if backward **gathers them again**. To keep only a quarter costs one more
-# all-gather for each of the two layers. It can be under way while the rank computes the gradient of the input, which
-# does not need x at all.
+# The two layers can keep their own tokens if backward **gathers them again**. Keeping only a quarter costs one more
+# all-gather for each of the two layers. It can be in flight while the rank computes the gradient of the input, which
+# does not need x at all. For that there are two functions in labcode, `start_all_gather` and `start_reduce_scatter`.
+# They begin to send and return at once. What they return is a function: call it to wait for the result.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 10.3 · Gather again
@@ -552,12 +538,12 @@ show_source(start_all_gather)
 #
 # Use `start_all_gather(x, group, 1)` and `start_reduce_scatter(x, group, 1)`. The check looks at the numbers, at what is
 # still in memory after forward, and at the bytes that are sent. It does not look at whether the messages hide behind
-# the products. About 10 lines.
+# the matmuls. About 10 lines.
 
 # %% tags=["exercise"]
 import torch.nn.functional as F
 
-from labcode.comm.collectives import start_reduce_scatter
+from labcode.comm.collectives import start_all_gather, start_reduce_scatter
 
 
 class GatherAgain(torch.autograd.Function):
@@ -591,70 +577,30 @@ check("10.3", GatherAgain, ranks)
 # *For the instructor.* The mistake of 10.2 is to give back one's own part of one's own gradient. That is right where
 # all ranks compute the same afterwards, and wrong here. The mistake of 10.3 is to multiply before gathering, as every
 # rank has a different weight. Ask the room: in which order should the two messages and the two products of backward go, and
-# why does labcode wait for x before it sends the gradient? (Two buffers of [B, S, H] at the peak in place of three.)
+# why does labcode wait for x before it sends the gradient? (Two buffers of [B, S, H] at the peak instead of three.)
 
 # %% [markdown]
-# Here is labcode's backward of the same operation. The two messages and the two products are those of your function.
-# `put_off` belongs to pipelines that compute the gradients of weights later (lesson 12).
-
-# %%
-from labcode.parallel import sequence
-
-show_source(sequence._GatheredLinear.backward)
-
-# %% [markdown]
-# Now let us measure both ways on one linear layer.
-
-# %% tags=["nbval-check-output"]
-from torch import nn
-
-from labcode.comm.counting import counted, totals
-from labcode.parallel.sequence import gathered_linear
-from labcode.teach.labs.l10_by_hand import kept_bytes
-
-
-def gather_and_multiply(rank, multiply):
-    """Bytes that are kept, and the collectives of backward."""
-    layer = nn.Linear(128, 32)
-    x = torch.randn(4, 256 // 4, 128, requires_grad=True)
-    weights = [layer.weight, layer.bias]
-    y, num_bytes = kept_bytes(weights, multiply, x, *weights, dist.group.WORLD)
-    with counted() as backward:
-        y.sum().backward()
-    return num_bytes, totals(backward)
-
-def plain(x, weight, bias, group):
-    return F.linear(all_gather(x, group, 1), weight, bias)
-
-plain_kept, plain_backward = ranks.run(gather_and_multiply, plain)[0]
-own_kept, own_backward = ranks.run(gather_and_multiply, gathered_linear)[0]
-print(f"all-gather, linear: keeps {plain_kept:,} bytes; backward: {plain_backward}")
-print(f"gathered_linear:    keeps {own_kept:,} bytes; backward: {own_backward}")
-
-# %% [markdown]
-# With the plain all-gather the layer keeps four times as much. Of the 16 numbers of a whole layer, `qkv` and `up` would each keep 1 in place of 1/4. That makes 5.5 on each of four
-# ranks in place of 4.
+# With a plain all-gather, `qkv` and `up` would each keep 1 instead of 1/4 of the 16 numbers of a whole layer. That makes
+# 5.5 on each of four ranks instead of 4. labcode's form of your Function is `gathered_linear`.
 #
-# **Takeaway: between the products a rank keeps its own tokens. An all-gather before each block and a reduce-scatter
+# **Takeaway: between the matmuls a rank keeps its own tokens. An all-gather before each block and a reduce-scatter
 # after it replace f and g, and the first layer of a block gathers again in backward.**
 
 # %% [markdown]
-# ## 4. The whole layer (core, 28 min)
+# ## 4. The whole layer (core, 17 min)
 #
 # What does all this cost on the wire? Call the bytes that a rank sends in one all-gather of a [B, S, H] tensor a
-# **unit**. A reduce-scatter of it costs one unit as well, and an all-reduce, which is both, costs two (lesson 01). A
-# layer has an attention block and an MLP block.
+# **unit**. A reduce-scatter costs one unit as well, and an all-reduce, which is both, costs two (lesson 01). A layer
+# has an attention block and an MLP block.
 #
 # - **Tensor parallelism**: an all-reduce for each block forward (g), and one backward (f). That makes 2 · 2 = 4 units
 #   forward and 4 backward, 8 in all.
 # - **With sequence parallelism**: count them yourself. The lower half of the picture in section 3 shows the forward of
 #   one block. Backward mirrors it, and then there is what exercise 10.3 has added.
 #
-# **Predict.** How many bytes does each of four ranks keep now? And how many times as many bytes as with tensor
-# parallelism alone does it send: forward, and in all?
+# **Predict.** How many times as many bytes as with tensor parallelism alone does a rank send: forward, and in all?
 
 # %% tags=["predict"]
-with_sequence_bytes = 16 * (4 * 256 * 128 * 4) / 4
 forward_ratio = 4 / 4
 in_all_ratio = (4 + 4 + 2) / 8
 
@@ -676,16 +622,16 @@ with_tp_kept, tp_forward, tp_backward = with_tp
 sequence_kept, forward, backward = with_sequence
 sent_before = wire_bytes(tp_forward + tp_backward)
 sent_now = wire_bytes(forward + backward)
-compare("kept by each", with_sequence_bytes, sequence_kept, within=1.02, unit="B")
 forward_counted = wire_bytes(forward) / wire_bytes(tp_forward)
 in_all_counted = sent_now / sent_before
 compare("sent forward", forward_ratio, forward_counted, within=1, found="counted")
 compare("sent in all", in_all_ratio, in_all_counted, within=1, found="counted")
+print(f"kept by each: {sequence_kept:,} bytes; with tp alone {with_tp_kept:,}")
 
 # %% [markdown]
-# Everything is cut by four now. Forward sends the same 4 units as before. Backward sends 4 + 2 = 6, because each of the
-# two blocks gathers once more: 10 units in place of 8, a quarter more. On GPUs the additional all-gather may hide behind
-# a matrix product. Let us put our measurements beside the formula, which also knows a layer of GPT-3.
+# Everything that is kept is now divided by four. Forward sends the same 4 units as before. Backward sends 4 + 2 = 6,
+# because each of the two blocks gathers once more: 10 units instead of 8, a quarter more. On GPUs the additional
+# all-gather may hide behind a matmul. Let us put our measurements beside the formula, here for a layer of GPT-3.
 
 # %% tags=["figure"]
 from labcode.teach.labs.l10_by_hand import formula_bytes, in_the_paper
@@ -712,13 +658,13 @@ plot.lines(formulas | measured, reference={"10/34": 10 / 34}, caption="10.kept")
 # (Our layer has no dropout masks, so it levels off at 4/16, and its point for tensor parallelism lies a little below
 # the curve of GPT-3.)
 #
-# In the published run of section 1, the first forward added 33.3 GB on one rank. Cut by four, and beside the 10.2 GB
-# from before, that would be 19 GB in place of 32 at best: the two ends of the model are not cut. This is a prediction;
-# no log that we know of shows it.
+# In the published run of section 1, the first forward added 33.3 GB on one rank. Divided by four, and with the 10.2 GB
+# from before, that would be at best 19 GB instead of 32, since the two ends of the model are not cut. This is a
+# prediction; no log that we know of shows it.
 #
-# And how much is it in a large model? Take the sizes of Llama 3 70B: 80 layers of h = 8192, and one sequence of 8192
-# tokens. The next cell computes what all layers keep, for our layer with its 16 numbers and for the layer of today with
-# its 20.25. Of both, 4 numbers stay whole with tensor parallelism alone.
+# How much is it in a large model? Take the sizes of Llama 3 70B: 80 layers of h = 8192, and one sequence of 8192 tokens.
+# The next cell computes what all layers keep, for our layer with its 16 numbers and for the layer of today with its
+# 20.25. In both, 4 numbers stay whole with tensor parallelism alone.
 
 # %% tags=["nbval-check-output"]
 s_h_layers = 8192 * 8192 * 80  # b = 1
@@ -734,11 +680,14 @@ for name, numbers in {"our layer": 16, "layer of today": 20.25}.items():
 #
 # ### The same with DTensor
 #
-# Lesson 09, section 5, has ended with a plan that cuts a norm and an MLP in this way, with the styles `SequenceParallel`,
-# `ColwiseParallel(input_layouts=Shard(1))` and `RowwiseParallel(output_layouts=Shard(1))`. Its numbers are right. But
-# what does it keep? Count an MLP block of our width on four ranks, in tensors of [B, S, H]: the input of the norm 1/4,
-# the input of GELU 4/4 and that of `down` 4/4. The input of `up` is the question. Either the gathered tensor stays, or
-# PyTorch gathers again in backward.
+# DTensor has a style for norms and dropout, `SequenceParallel`: the weights stay whole, and input and output are
+# `Shard(1)`. Here that is the layout of an **activation**, whose dim 1 in [B, S, H] is the tokens; in the table of lesson
+# 09, section 5, it was that of a weight. In the plan below everything outside `up` and `down` is `Shard(1)`. So `up` is
+# told that its input comes as `Shard(1)`, and `down` that its output leaves as `Shard(1)`.
+#
+# The numbers are right, but what does the plan keep? Count an MLP block of our width on four ranks, in tensors of [B,
+# S, H]: the input of the norm 1/4, the input of GELU 4/4 and that of `down` 4/4. The input of `up` is the question.
+# Either the gathered tensor stays, or PyTorch gathers again in backward.
 #
 # **Predict.** How many tensors of [B, S, H] does each rank keep: 2.5 or 3.25?
 
@@ -795,8 +744,8 @@ print("layout of the gradient of the norm's weight:", norm_layout)
 # %% [markdown]
 # The gathered tensor stays. Backward has one all-gather, for the gradient of the output, and does not gather the input
 # again. The input of attention is gathered in the same way. So, by the same count for both halves, the plan sends 8 units
-# for a layer, as tensor parallelism does, and keeps 5.5 of 16 numbers where our layers keep 4: 0.75 more in each half.
-# Activation checkpointing (lesson 16) removes this tensor as well, together with others.
+# for a layer, as tensor parallelism does, and keeps 5.5 of 16 numbers where our layers keep 4. Activation checkpointing
+# (lesson 16) removes this tensor as well, together with others.
 #
 # ### Broken on purpose
 #
@@ -817,7 +766,7 @@ def cut_250_tokens():
 ranks.run(cut_250_tokens)
 
 # %% [markdown]
-# **Takeaway: sequence parallelism cuts the rest of the activations by t, for a quarter more bytes. Where there is
+# **Takeaway: sequence parallelism divides the rest of the activations by t, for a quarter more bytes. Where there is
 # tensor parallelism, there is little reason to leave it out.**
 
 # %% [markdown] tags=["solution-only"]
@@ -827,56 +776,15 @@ ranks.run(cut_250_tokens)
 # count; most expect PyTorch to gather again.
 
 # %% [markdown]
-# ## 5. Weights that several ranks share (core, 25 min)
+# ## 5. Weights that several ranks share (core, 24 min)
 #
-# Something has changed that no shape shows. The weight of a norm is whole on every rank. Before, every rank normalised
-# all tokens, and each had the whole gradient of that weight. Now each rank normalises a quarter of the tokens, and has
-# the gradient **of those**. The true gradient is the sum over the ranks, and somebody has to form it.
+# Something has changed that no shape shows. The weight of a norm is replicated. Before, every rank normalised all tokens,
+# and each had the whole gradient of that weight. Now each rank normalises a quarter of the tokens, and has the gradient
+# **of those**. The true gradient is the sum over the ranks, and somebody has to form it.
 #
-# `parallelize` writes down for each weight how it is cut, and over which axes its gradient is only a part of the whole
-# one, `partial_over`. It is the table `shardings`, and `finish_gradient_sync` reads nothing else. (DTensor keeps such a
-# book, too: at the end of section 4 it printed the layout `Partial(sum)` for the gradient of the norm's weight.)
-#
-# How wrong is one rank's part? At the very first step of training we take the gradients of all shared weights as one
-# long vector, on each rank before the sum and after it. A rank lacks the other three parts. How long is that missing
-# vector, relative to the whole sum? If all parts were equal, it would be 3/4.
-
-# %%
-import torch.nn.functional as F
-
-from labcode.teach.labs import l10_small_gpt as small
-
-
-def shared_gradients(rank):
-    """This rank's part of the gradients of all shared weights, and their sum."""
-    grid = Grid.create(GridShape(tp=4))
-    model = parallelize(small.build(), grid, ParallelConfig(sequence_parallel=True))
-    shared = []
-    for name, param in model.module.named_parameters():
-        if "tp" in model.shardings[name].partial_over:
-            shared.append(param)
-    inputs, targets = small.batches(1)[0]
-    model.loss(model(inputs), targets).backward()
-    part = torch.cat([param.grad.flatten() for param in shared])
-    model.finish_gradient_sync()  # forms the sums
-    total = torch.cat([param.grad.flatten() for param in shared])
-    return part, total
-
-parts_and_totals = ranks.run(shared_gradients)
-errors = []
-for part, total in parts_and_totals:
-    errors.append(((part - total).norm() / total.norm()).item())
-print(f"missing in a part, mean: {sum(errors) / 4:.2f} of the sum")
-
-parts = torch.stack([part for part, _ in parts_and_totals])
-directions = F.normalize(parts, dim=1)
-cosines = directions @ directions.T  # 1 on the diagonal: each part with itself
-mean_cosine = (cosines.sum().item() - 4) / 12
-print(f"mean cosine of two parts: {mean_cosine:.2f}")
-
-# %% [markdown]
-# The cosine between two parts is 1 where they point the same way, and 0 where they have nothing in common. At first the
-# quarters of the text pull in similar directions. So a part is roughly a quarter of the sum.
+# `parallelize` records for each weight how it is sharded, and over which axes its gradient is only a part of the whole
+# one, `partial_over`. This is the table `shardings`, and `finish_gradient_sync` reads nothing else. (DTensor keeps such
+# a record, too: at the end of section 4 it printed the layout `Partial(sum)` for the gradient of the norm's weight.)
 #
 # We train twice for 20 steps: once as it should be, and once with `tp` deleted from the table `shardings`, so that
 # nobody forms the sums.
@@ -889,6 +797,8 @@ larger_than_a_tenth = False
 
 # %%
 from dataclasses import replace
+
+from labcode.teach.labs import l10_small_gpt as small
 
 
 def train(rank, forget):
@@ -927,12 +837,10 @@ plot.lines(apart, caption="10.norms")
 
 # %% [markdown]
 # The losses of the two runs stay within a tenth of their fall, and nobody would notice that in a curve: AdamW divides
-# a constant factor, such as a quarter in place of the sum, out of the gradient again. Yet in the second run four ranks
+# a constant factor, such as a quarter instead of the sum, out of the gradient again. Yet in the second run four ranks
 # train four different sets of norms, each on its own quarter of the positions, and a checkpoint holds only one of the
-# four sets. A loss curve is no test of a parallel program. Two things are:
-#
-# - compare the **copies** of two ranks, which must be equal to the last bit;
-# - compare with **one process** in float64, as we do now.
+# four sets. A loss curve is no test of a parallel program. Two other things are: compare the **copies** of two ranks,
+# which must be equal to the last bit, and compare with **one process** in float64, as we do now.
 
 # %% tags=["nbval-check-output"]
 expected = torch.tensor(small.losses_of_one_process(5))
@@ -945,8 +853,8 @@ for name, on in (("tp 4", False), ("tp 4 + sequence", True)):
 # %% [markdown] tags=["exercise"]
 # ### Exercise 10.4 · Open end: a sequence-parallel MLP
 #
-# Put everything together: the MLP block of a layer, with tensor and sequence parallelism. x has this rank's tokens, [B,
-# S/t, H], and so has the result,
+# Put everything together: the MLP block of a layer, with tensor and sequence parallelism. x holds this rank's tokens,
+# [B, S/t, H], and so does the result,
 #
 # $$y = x + \text{down}(\text{gelu}(\text{up}(\text{norm}(x)))).$$
 #
@@ -960,12 +868,13 @@ for name, on in (("tp 4", False), ("tp 4 + sequence", True)):
 #
 # 1. y and the gradient of x are those of one process.
 # 2. After `finish_gradient_sync()`, every weight has the gradient that it has in one process.
-# 3. Of all S tokens nothing is kept but the input and the output of GELU, which have F/t features. Of its own tokens a
-#    rank may keep what it likes.
+# 3. For all S tokens nothing is kept but the input and the output of GELU, which have F/t features. For its own tokens
+#    a rank may keep what it likes.
 # 4. It works in any group.
 
 # %% tags=["exercise"]
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from labcode.parallel.sequence import gathered_linear, scatter_sequence
@@ -1013,7 +922,7 @@ check("10.4", SequenceParallelMLP, ranks)
 # hundredths at most: let people say beforehand what they would have noticed in their own project.
 
 # %% [markdown]
-# ## 6. From here to GPUs and SLURM (core, 5 min)
+# ## 6. From here to GPUs and SLURM (core, 2 min)
 #
 # | where | start |
 # |---|---|
@@ -1031,21 +940,13 @@ check("10.4", SequenceParallelMLP, ranks)
 # tp_group=..., sequence_parallel=True)`; lesson 18, section 11, has the code, and what it leaves to you.
 #
 # One more thing changes once ranks hold different tokens: randomness. Ranks that hold the **same** activations must
-# drop the same features, or their copies differ. Ranks that hold **parts** need different draws. `parallelize` puts a
-# stream of random numbers of its own around each dropout that works on a part.
+# drop the same features, or their copies differ. Ranks that hold **shards** need different draws, or token 0 and token
+# S/t lose the same features in every step. `parallelize` gives each dropout that works on a shard its own stream of
+# random numbers.
 #
-# ## Questions (core, 5 min)
+# ## Questions (core, 2 min)
 #
-# **1.** Dropout with probability 0.1 on two ranks that hold different tokens. In which share of the places do their
-# masks agree, if both ranks start from the same seed, and if their streams are independent?
-#
-# <details><summary>Answer</summary>
-#
-# With the same seed they agree everywhere: token 0 and token S/t lose the same features in every step, and what should
-# be independent noise repeats itself. Independent masks agree where both keep or both drop, 0.9² + 0.1² = 82 %.
-# </details>
-#
-# **2.** A layer of GPT-3 has h = 12288, a = 96 and s = 2048. How large is the term with s² beside the 34 s b h, if
+# **1.** A layer of GPT-3 has h = 12288, a = 96 and s = 2048. How large is the term with s² beside the 34 s b h, if
 # attention stores its tables?
 #
 # <details><summary>Answer</summary>
@@ -1054,7 +955,7 @@ check("10.4", SequenceParallelMLP, ranks)
 # That is why nobody stores them any more.
 # </details>
 #
-# **3.** Why is the bias of `up` not among the shared weights?
+# **2.** Why is the bias of `up` not among the shared weights?
 #
 # <details><summary>Answer</summary>
 #
@@ -1062,7 +963,7 @@ check("10.4", SequenceParallelMLP, ranks)
 # gradient is complete. The bias of `down` is added after the reduce-scatter, to a rank's own tokens.
 # </details>
 #
-# **4.** From lesson 09: with tensor parallelism alone, what goes wrong if f is left out, and what does the loss show?
+# **3.** From lesson 09: with tensor parallelism alone, what goes wrong if f is left out, and what does the loss show?
 #
 # <details><summary>Answer</summary>
 #
@@ -1076,14 +977,14 @@ check("10.4", SequenceParallelMLP, ranks)
 # | concept | formula or fact | in labcode |
 # |---|---|---|
 # | efficiency | speed-up / times as many GPUs | |
-# | share that is whole | ratio = w + (1 - w)/t | |
+# | fraction that stays whole | ratio = w + (1 - w)/t | |
 # | a layer of GPT-3 keeps, 16-bit | 34 s b h + 5 a s² b | `perf.memory.paper_layer_bytes` |
 # | with tensor parallelism | s b h (10 + 24/t) + 5 a s² b/t | `perf.memory` |
 # | with sequence parallelism | 1/t of everything | `perf.memory` |
 # | measured | what autograd keeps | `perf.saved_bytes` |
 # | the plan of DTensor | keeps the gathered input: 5.5 of 16 numbers, 8 units | |
 # | the pair | all-gather and reduce-scatter, each the other's backward | `comm.collectives` |
-# | gather again | 10 units in place of 8 | `parallel.sequence.gathered_linear` |
+# | gather again | 10 units instead of 8 | `parallel.sequence.gathered_linear` |
 # | shared weights | sum over the ranks that see other tokens | `parallel.sharding`, `partial_over` |
 #
 # ## Sources
