@@ -3,10 +3,7 @@
 from labcode.config import GPTConfig
 from labcode.models import gpt
 from labcode.models import layers
-from labcode.teach.labs import l12_paced_pipeline as stages
-from torch.distributed import pipelining
 import torch
-import torch.nn.functional as F
 
 
 config = GPTConfig(
@@ -23,23 +20,3 @@ for step in tokens:
 def build():
     """The GPT, the same in every process."""
     return layers.initialize(gpt.GPT(config), 0).double()
-
-
-def theirs(rank, make, stages_per_rank, **options):
-    """{stage: gradient} of this rank, by PyTorch's runner."""
-    num_stages = 4 * stages_per_rank
-    own = {number: stages.Stage(number) for number in range(rank, num_stages, 4)}
-    wrapped = []
-    for number, module in own.items():
-        cpu = torch.device("cpu")
-        wrapped.append(pipelining.PipelineStage(module, number, num_stages, cpu))
-    given = wrapped if stages_per_rank > 1 else wrapped[0]
-    runner = make(given, n_microbatches=8, loss_fn=F.mse_loss, **options)
-    inputs, targets = stages.batches(8)
-    if rank == 0:
-        runner.step(inputs.flatten(0, 1))
-    elif rank == 3:
-        runner.step(target=targets.flatten(0, 1))
-    else:
-        runner.step()
-    return {number: module.gradient() for number, module in own.items()}
