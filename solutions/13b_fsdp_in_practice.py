@@ -14,9 +14,9 @@
 # # 13b · FSDP in practice: units, tokens, nodes, a script
 #
 # In lesson 13 a layer borrowed its weight from the other ranks. That is right at any size, and whether it is fast
-# depends on three things: on how much is borrowed at a time, on how many tokens a rank computes with it, and on which
-# links it travels over. In this lesson you predict each of the three, and then write a script with PyTorch's FSDP2 that
-# any number of ranks can continue. The sections go on counting where lesson 13 ended.
+# depends on three things: how much is borrowed at a time, how many tokens a rank computes with it, and which links it
+# travels over. In this lesson you predict each of the three, and then write a script with PyTorch's FSDP2 that any
+# number of ranks can continue. The section numbers go on where lesson 13 ended.
 #
 # ## Goals
 #
@@ -25,7 +25,7 @@
 # - say when sharding is better than tensor parallelism and when it is not;
 # - write a training script with FSDP2 that computes in bfloat16, clips, accumulates, and goes on from its checkpoint.
 #
-# **Time**: 139 minutes, and 20 more for what is optional. A good place for a break is after section 6. **Needs**:
+# **Time**: 110 minutes, and 28 more for what is optional. A good place for a break is after section 6. **Needs**:
 # lesson 13 (sections 1, 3 and 4). For section 5 also lesson 05 (sections 1 and 4); for section 6 also lesson 08
 # (sections 2 and 5) and lesson 09 (section 4); for section 7 also lesson 04 (section 7).
 
@@ -35,9 +35,8 @@ import torch.distributed as dist
 from torch import nn
 
 from labcode.comm.counting import counted
-from labcode.lab import Ranks, check, compare, plot, show_source
+from labcode.lab import Ranks, check, compare, plot
 from labcode.models.gpt import GPT
-from labcode.perf.alpha_beta import bytes_sent
 
 ranks = Ranks(4)
 
@@ -47,13 +46,12 @@ def count(calls, kind):
     return sum(call.kind == kind for call in calls)
 
 # %% [markdown]
-# ## 5. Units, prefetch, and how many tokens hide the messages (core, 50 min)
+# ## 5. Units, prefetch, and how many tokens hide the messages (core, 38 min)
 #
 # Three choices are left, and each trades time for memory.
 #
 # **How large is a unit?** If each weight is a unit of its own, there are many small messages. If the whole model is one
-# unit, all weights are whole at the same time, and that is the moment which has to fit. In between is one unit for each
-# layer, the usual choice.
+# unit, all weights are whole at the same time and have to fit. In between is one unit for each layer, the usual choice.
 #
 # **Prefetch.** While a layer computes, the weights of the next one can already travel. Then two units are whole at the
 # same time, or arriving.
@@ -61,11 +59,11 @@ def count(calls, kind):
 # **Reshard after forward, or not?** If the weights stay whole until backward has used them, they need not be gathered
 # again. Then at the end of forward all of them are in memory.
 #
-# On two cores we cannot see what prefetch gains, because here sending costs the same cores that compute. So the next
+# On two cores we cannot see what prefetch gains, because sending occupies the same cores that compute. So the next
 # experiment is emulated, as in lesson 05, section 4. The ranks, hooks and collectives are labcode's own. But each layer
 # sleeps for as long as a device would compute, and each message arrives as late as over a link that carries one at a
-# time. There are 6 layers. Forward of a layer takes 20 ms and backward 40 ms. To gather a layer's weights takes 15 ms,
-# and to reduce-scatter their gradients also 15 ms. In the picture F and B are forward and backward of a layer. On the
+# time. There are 6 layers. Forward of a layer takes 20 ms and backward 40 ms. Gathering a layer's weights takes 15 ms,
+# and so does reduce-scattering their gradients. In the picture F and B are forward and backward of a layer. On the
 # link, G gathers the weights of a layer, and R reduce-scatters its gradients.
 
 # %%
@@ -87,7 +85,7 @@ plot.timeline(rows_ms(waiting), names=NAMES, caption="13b.without_prefetch")
 # Each layer first waits for its weights. Forward takes 6 · (15 + 20) = 210 ms. In backward the first layer to run waits
 # 15 ms and computes 40. Each of the other five finds the link busy with the gradients of the layer before it:
 # 15 + 15 + 40 = 70 ms. Together with the last reduce-scatter that is 55 + 5 · 70 + 15 = 420 ms, and the step takes
-# 630 ms. (Measured times are a few percent longer, since hooks and real messages take their time too.)
+# 630 ms.
 #
 # **Predict.** With prefetch, how many ms does the step take? Only the first layer of forward, and the first one of
 # backward, has to wait for its weights.
@@ -109,9 +107,9 @@ plot.timeline(rows_ms(prefetched), names=NAMES, caption="13b.with_prefetch")
 # backward the link has 30 ms of work for each 40 ms of computing, so it hides completely. If a message took longer than
 # 20 ms, the link would need longer than the device in backward, and set the pace.
 #
-# Look at the turn from forward to backward: the device waits 15 ms for G6, weights that it has given back a moment ago.
-# So torchtitan keeps what forward uses last. There the final norm and the head are one unit, made by
-# `fully_shard([norm, head], reshard_after_forward=False)`.
+# Look at the turn from forward to backward: the device waits 15 ms for G6, weights that it has freed a moment ago. So
+# torchtitan keeps what forward uses last. There the final norm and the head are one unit, made by `fully_shard([norm,
+# head], reshard_after_forward=False)`.
 #
 # Now all choices side by side.
 
@@ -130,25 +128,24 @@ for name, options in choices.items():
 
 # %% [markdown]
 # Units of one layer with prefetch are nearly as fast as keeping everything, with two layers in memory and not six. With
-# units of two layers four are in memory, and each pass begins with a wait that is twice as long.
-# Keeping the weights whole saves the first wait of backward, 15 ms, and a third of what the link carries. That matters
-# where the link is the slower one. The whole model in one unit is slow **and** large: nothing overlaps.
+# units of two layers four are in memory, and each pass begins with a wait that is twice as long. Keeping the weights
+# whole saves the first wait of backward, 15 ms, and a third of what the link carries, which matters where the link is
+# the bottleneck. The whole model in one unit is slow **and** large: nothing overlaps.
 #
 # The emulation knows no latency. On a real link each message pays α (lesson 05, section 1), so very small units lose.
 # And on a GPU, NCCL's own kernels take some of the SMs while they send.
 #
 # In PyTorch these choices are `fully_shard(layer)` for each unit and `reshard_after_forward=True` or `False`. In
-# backward FSDP2 starts the gather of the next unit by itself. In forward it gathers a unit when the program comes to
-# it, on a stream of its own. On a GPU that is early enough as long as Python runs ahead of the GPU. Where it does not,
-# `layer.set_modules_to_forward_prefetch([...])` starts the gathers of the units in the list earlier. In labcode these
-# choices are arguments of `FullyShardedModule`; a training run chooses with `--parallel.zero_stage`.
+# backward FSDP2 starts the gather of the next unit by itself. In forward it gathers a unit when the program reaches it,
+# on a stream of its own. On a GPU that is early enough as long as Python runs ahead of the GPU. Where it does not,
+# `layer.set_modules_to_forward_prefetch([...])` starts the gathers of the listed units earlier.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 13.5 · Units for a model
 #
-# Write what torchtitan does with a model before it trains. `model` has an `embedding`, `layers`, a `norm` and a `head`,
-# which it runs in this order. Each layer is a unit, resharded after forward. Norm and head are one unit, which stays
-# whole until backward has used it. What is left is the unit of the model. All are sharded over `mesh`. About 4 lines.
+# Shard a model as torchtitan does before training. `model` has an `embedding`, `layers`, a `norm` and a `head`, which it
+# runs in this order. Each layer is a unit, resharded after forward. Norm and head are one unit, which stays whole until
+# backward has used it. What is left is the unit of the model. All are sharded over `mesh`. About 4 lines.
 #
 # The check runs a step on four ranks, where the mesh has two of them, and looks at what it gathers.
 
@@ -178,12 +175,12 @@ check("13.5", shard, ranks)
 # - **To gather them** in numbers of 2 bytes, nearly 24 h² bytes arrive at each rank: all but its own 1/p, however many
 #   ranks there are. A link of β bytes/s needs 24 h²/β seconds for them.
 # - **Forward** costs two FLOPs for each parameter and each token, a multiplication and an addition. For t tokens on
-#   this rank that makes 24 h² t FLOPs, and a GPU of Φ FLOP/s needs 24 h² t/Φ seconds. (The scores of the attention come
-#   on top, a few percent in wide models. We leave them out.)
+#   this rank that makes 24 h² t FLOPs, and a GPU of Φ FLOP/s needs 24 h² t/Φ seconds. (The scores of the attention add a
+#   few percent in wide models. We leave them out.)
 #
-# labcode's table of clusters (`labcode/perf/hardware_data`, with its sources) has an H100 that computes whole
-# layers (they reach less than the large product of lesson 03, section 1), and what the links of a node with eight of
-# them carry for each GPU.
+# labcode's table of clusters (`labcode/perf/hardware_data`, with its sources) says what an H100 reaches in whole layers,
+# which is less than in the large matmul of lesson 03, section 1, and what the links of a node with eight of them carry
+# for each GPU.
 
 # %% tags=["nbval-check-output"]
 from labcode.perf.cluster import load_cluster
@@ -198,10 +195,10 @@ print(f"NVLink {INSIDE / 1e9:.0f} GB/s, one network adapter {ADAPTER / 1e9:.0f} 
 # %% [markdown]
 # (NVLink's datasheet says 450 GB/s each way. 365 is what collectives reach.)
 #
-# Over several nodes it matters how many GPUs of each take part. What a node lacks has to come in from outside **once**,
-# whoever needs it there. If all eight GPUs of a node are in the group, it comes in by eight adapters at the same time,
-# an eighth by each, and goes on inside by NVLink (lesson 08, section 5). If only one GPU of each node is in the group,
-# as with tensor parallelism inside the nodes, it comes in by one adapter.
+# Over several nodes it matters how many GPUs of each take part. What a node lacks has to come in from outside **once**.
+# If all eight GPUs of a node are in the group, it comes in by eight adapters at the same time, an eighth by each, and
+# goes on inside by NVLink (lesson 08, section 5). If only one GPU of each node is in the group, as with tensor
+# parallelism inside the nodes, it comes in by one adapter.
 #
 # **Predict.** From how many tokens on is forward longer than the gather of a layer's weights, inside one node, and with
 # one GPU in each node? Over **full** nodes of eight, is it `"as many"` as inside one, `"twice as many"`, or `"eight
@@ -272,15 +269,15 @@ compare(
 # | stage 3: gather and reduce-scatter | 48 h² | backward of a layer | Φ/β in **each** micro-batch |
 # | data parallel: all-reduce | 48 h² | backward of a layer | Φ/β in the last micro-batch |
 # | stages 1 and 2: reduce-scatter | 24 h² | backward of a layer | Φ/(2β) in the last micro-batch |
-# | stages 1 and 2: gather after the optimizer | 24 h² | nothing | it is always waited for |
+# | stages 1 and 2: gather after the optimizer | 24 h² | nothing | never hidden |
 # | the same, in the next forward (Megatron) | 24 h² | forward of the layer before it | Φ/β in the first micro-batch |
 #
 # An all-reduce of gradients is as hard to hide as stage 3, but it comes once in a step. With 16 micro-batches its time
 # is small beside the other 15, and stage 3 pays in each of them.
 #
-# The rule is for a layer in which each token uses each weight. In a **mixture of experts** a layer has E MLPs in place
-# of one, its experts, and a token goes through k of them. All E are gathered, and only k compute for a token, so for
-# the experts' weights the rule asks for E/k times as many tokens.
+# The rule is for a layer in which each token uses each weight. In a **mixture of experts** a layer has E MLPs instead of
+# one, its experts, and a token goes through k of them. All E are gathered, and only k compute for a token, so for the
+# experts' weights the rule asks for E/k times as many tokens.
 
 # %% tags=["figure"]
 plot.tokens_that_hide(
@@ -290,28 +287,13 @@ plot.tokens_that_hide(
 )
 
 # %% [markdown]
-# **Predict.** The ranks of a model of width 8192 sit in a node each, and each has 4,600 tokens in a micro-batch. A step
-# with prefetch takes how many times as long as its computing alone? We emulate six such layers.
-
-# %% tags=["predict"]
-times_as_long = 13846 / 4600
-
-# %%
-forward_s = 24 * 8192**2 * 4600 / FLOPS_PER_S
-message_s = 24 * 8192**2 / ADAPTER
-slow_link = units.Speeds(forward_s, 2 * forward_s, message_s)
-step_s = units.play(ranks, 6, slow_link).step_s
-computing_s = 6 * 3 * forward_s
-compare("step / computing", times_as_long, step_s / computing_s, within=1.2)
-
-# %% [markdown]
-# The link is busy all the time and the device waits for two thirds of it. (A little more than that, because the first
-# gather and the last reduce-scatter have nothing to hide behind.) Larger micro-batches are the cure, as far as memory
-# allows. Otherwise use fewer bytes on the slow link, which is the subject of section 6.
+# Below Φ/β tokens the link is busy all the time and sets the pace, so a step takes about Φ/(β t) times as long as its
+# computation: with 4,600 tokens and one GPU in each node, three times. Larger micro-batches are the remedy, as far as
+# memory allows. Otherwise send fewer bytes over the slow link, which is the subject of section 6.
 
 # %% [markdown]
 # **One rule comes with units: every rank runs the same units in the same order.** The next model skips layer 1 on rank
-# 1, as somebody might who drops layers at random.
+# 1, as might happen if layers are dropped at random.
 
 # %% tags=["raises-exception"] raises="RankError: rank"
 from labcode.parallel.zero import FullyShardedModule
@@ -339,10 +321,10 @@ def skip_a_layer(rank):
 ranks.run(skip_a_layer)
 
 # %% [markdown]
-# Rank 1 was one all-gather ahead of the others all the time. The shapes fitted, so nobody noticed: for a while rank 0
-# computed layer 1 with rows of layer 2 in it. Only when one rank reduces while the others gather does something show,
-# and only because the ranks of this notebook compare their calls. On GPUs such a run hangs, or goes on with wrong
-# numbers. Draw such random numbers from a generator that is the same on all ranks.
+# From then on rank 1 was one all-gather ahead of the others. The shapes fitted, so nobody noticed: for a while rank 0
+# computed layer 1 with rows of layer 2 in it. The mistake shows only when one rank reduces while the others gather, and
+# only because the ranks of this notebook compare their calls. On GPUs such a run hangs, or goes on with wrong numbers.
+# Draw such random numbers from a generator that is the same on all ranks.
 #
 # **Takeaway: one unit for each layer, with prefetch. Then two layers are whole at once, and the messages hide if each
 # rank has Φ/β tokens in a micro-batch: about 2,000 on nodes of eight H100 with an adapter for each, and 14,000 if only
@@ -356,12 +338,12 @@ ranks.run(skip_a_layer)
 # the same link it needs twice the tokens: each generation makes the link the scarcer part.)
 
 # %% [markdown]
-# ## 6. Across nodes: hybrid sharding, or tensor parallelism (core, 25 min)
+# ## 6. Across nodes: hybrid sharding, or tensor parallelism (core, 10 min)
 #
 # **Hybrid sharding.** Links between nodes are slower than those inside a node. If the ranks of **one node** can hold a
-# copy of the model together, divide it over these ranks only, and let every node have its own copy. The gathers and
-# the reduce-scatter then stay inside the node. Between the nodes each rank all-reduces the gradients of its own rows
-# with the ranks that hold the same rows.
+# copy of the model together, shard it over these ranks only, and let every node have its own copy. The gathers and the
+# reduce-scatter then stay inside the node. Between the nodes each rank all-reduces the gradients of its own rows with
+# the ranks that hold the same rows.
 
 # %% tags=["figure"]
 plot.hybrid_sharding(nodes=2, ranks_per_node=4, caption="13b.hybrid")
@@ -370,13 +352,13 @@ plot.hybrid_sharding(nodes=2, ranks_per_node=4, caption="13b.hybrid")
 # How much crosses the boundary of a node? We count numbers that a whole node sends, for n nodes with s ranks each.
 #
 # - **One copy over all p ranks.** In a ring through all ranks each link carries (p-1)/p N numbers for each of the three
-#   collectives, also the one link that leaves the node: 3 (p-1)/p N.
+#   collectives, including the one link that leaves the node: 3 (p-1)/p N.
 # - **A copy in each node.** Each of the s ranks all-reduces N/s numbers over n ranks, and sends 2 (n-1)/n N/s. The node
 #   sends 2 (n-1)/n N.
 #
 # With many nodes that is two thirds of what the first way sends, and with two nodes less than half of it. What matters
-# more is what crosses. Only gradients do; they can travel behind backward, in rings of n ranks and not of p. Every
-# gather that a layer has to wait for stays inside the node.
+# more is what crosses: only gradients, which can hide behind backward, in rings of n ranks and not of p. Every gather
+# that a layer has to wait for stays inside the node.
 #
 # `two_steps` is that of lesson 13, section 1: it trains the small GPT and notes its collectives.
 #
@@ -415,84 +397,31 @@ compare("flat", flat_sends, numbers[0], within=1.1, found="counted")
 compare("hybrid", hybrid_sends, numbers[1], within=1.1, found="counted")
 
 # %% [markdown]
-# (The flat one is a little below the formula, because the root, what is outside of all layers, is gathered only
-# once.) The price is memory: a rank
-# keeps 16/s bytes for each parameter instead of 16/p. With FSDP2 this is a mesh of two dims, which must have names. It
-# copies over the first dim and shards over the second:
+# (The flat one is a little below the formula, because the root is gathered only once.) The price is memory: a rank keeps
+# 16/s bytes for each parameter instead of 16/p. With FSDP2 this is a mesh of two dims, which must have names. The model
+# is replicated over the first dim and sharded over the second:
 #
 #     mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("copies", "shards"))
 #     fully_shard(layer, mesh=mesh)
 #
-# **Or tensor parallelism?** Tensor parallelism divides the weights as well, and none of them travel: it sends
-# activations (lesson 09, section 4). Which is less? Take a transformer layer of width h and T tokens, which p ranks
-# process together.
+# **Or tensor parallelism?** Tensor parallelism shards the weights as well, and none of them travel: it sends activations
+# (lesson 09, section 4). Which is less? Take a transformer layer of width h and T tokens, which p ranks process
+# together.
 #
 # - Tensor parallelism makes 4 all-reduces for a layer, 2 in forward and 2 in backward, each of T · h numbers. A rank
 #   sends 4 · 2 (p-1)/p T h = 8 (p-1)/p T h.
-# - Stage 3 moves the layer's weights three times. They are about 12 h² numbers (4 h² in attention, 8 h² in the MLP). A
-#   rank sends 36 (p-1)/p h².
+# - Stage 3 moves the 12 h² parameters of the layer three times. A rank sends 36 (p-1)/p h².
 #
-# The factor (p-1)/p is the same on both sides.
-#
-# **Predict.** For h = 32 on 4 ranks, at how many tokens T do both send the same?
-
-# %% tags=["predict"]
-equal_at_32 = 36 * 32 // 8
-
-# %%
-from labcode.config import GPTConfig, ParallelConfig
-from labcode.models.parallelize import parallelize
-
-
-def sent_for_a_layer(rank, dp, tp, tokens):
-    """Bytes that this rank sends for a layer: a model of 4 against one of 2 layers."""
-    sent = {}
-    for num_layers in (2, 4):
-        grid = Grid.create(GridShape(dp=dp, tp=tp))
-        config = GPTConfig(
-            vocab_size=64, context_length=tokens // 4, num_layers=num_layers,
-            num_heads=4, hidden_size=32,
-        )
-        stage = 3 if dp > 1 else 0
-        how = ParallelConfig(zero_stage=stage, data_parallel="labcode")
-        model = parallelize(GPT(config), grid, how, seed=0)
-        batch = torch.zeros(4 // dp, tokens // 4, dtype=torch.int64)
-        with counted() as calls:
-            model.forward_backward([(batch, batch)])
-        sizes = [bytes_sent(c.kind, c.group_size, c.num_bytes) for c in calls]
-        sent[num_layers] = sum(sizes)
-    return (sent[4] - sent[2]) / 2
-
-some_tokens = (40, 80, 160, 320, 640)
-kilobytes = {"tensor parallel": [], "stage 3": []}
-for tokens in some_tokens:
-    by_tp = ranks.run(sent_for_a_layer, 1, 4, tokens)[0]
-    by_zero = ranks.run(sent_for_a_layer, 4, 1, tokens)[0]
-    kilobytes["tensor parallel"].append(by_tp / 1e3)
-    kilobytes["stage 3"].append(by_zero / 1e3)
-equal = some_tokens[-1] * by_zero / by_tp  # the one grows with the tokens
-compare("T for h = 32", equal_at_32, equal, within=1.1, found="counted")
-
-# %% tags=["figure"]
-plot.lines(
-    kilobytes,
-    x=some_tokens,
-    upright={"36 h/8 tokens": 36 * 32 / 8},
-    caption="13b.layer_bytes",
-)
-
-# %% [markdown]
-# (The measured T is 3 % larger, since norms and biases are weights too.) What ZeRO sends does not depend on the batch;
-# what tensor parallelism sends grows with it. They are equal when 8 T h = 36 h², at T = 4.5 h. For h = 8192 that is at
-# about 37,000 tokens, 4,600 for each of 8 ranks. With a larger batch ZeRO sends less, and with a smaller one tensor
+# The factor (p-1)/p is the same on both sides, so they are equal when 8 T h = 36 h², at T = 4.5 h. For h = 8192 that is
+# at about 37,000 tokens, 4,600 for each of 8 ranks. With a larger batch ZeRO sends less, and with a smaller one tensor
 # parallelism does: when a fixed batch is spread over more and more GPUs, and in inference.
 #
 # Bytes are not everything. ZeRO's messages can be prefetched; those of tensor parallelism are waited for, so they stay
 # inside a node. On the other hand, data parallelism needs at least one sequence for each rank, and tensor parallelism
-# divides the activations too. Large runs use both: tensor parallelism in the node, and sharding over the data-parallel
+# shards the activations too. Large runs use both: tensor parallelism in the node, and sharding over the data-parallel
 # ranks, as Llama 3 did.
 #
-# **Takeaway: with many tokens for each rank shard the weights; with few use tensor parallelism. The bytes are equal at
+# **Takeaway: with many tokens on each rank shard the weights; with few use tensor parallelism. The bytes are equal at
 # 4.5 h tokens for the group.**
 
 # %% [markdown] tags=["solution-only"]
@@ -502,37 +431,38 @@ plot.lines(
 # that frees them sends five parts instead of two.)
 
 # %% [markdown]
-# ## 7. A script of your own with FSDP2 (core, 54 min)
+# ## 7. A script of your own with FSDP2 (core, 58 min)
 #
 # In lesson 13, section 4, `fully_shard` trained a model in a few lines. A real training run needs five things more.
 #
 # **Precision.** `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` says in which dtype the
-# weights of a unit are gathered and used, and in which its gradients are added up over the ranks. The rows that a rank
-# keeps stay as the model was built, in float32: they are the master weights of lesson 13, section 1. Their
-# gradients are float32 too. So a rank keeps 4 + 4 + 8 = 16 bytes for each of its parameters, as many as in the table
-# there, and the 16-bit weights exist only while a unit is whole. The all-gathers send 2 bytes for each number, and the
+# weights of a unit are gathered and used, and in which its gradients are reduced over the ranks. The rows that a rank
+# keeps stay as the model was built, in float32: they are the master weights of lesson 13, section 1. Their gradients
+# are float32 too. So a rank keeps 4 + 4 + 8 = 16 bytes for each of its parameters, as many as in the table there, and
+# the 16-bit weights exist only while a unit is whole. The all-gathers send 2 bytes for each number, and the
 # reduce-scatters send 4, so backward needs the 1.5 times as many tokens of section 5. If you leave `reduce_dtype` out,
-# gradients are sent and added up in the dtype they were computed in. Here that is bfloat16: 2 bytes, but a sum over
-# many ranks loses digits.
+# gradients are sent and reduced in the dtype they were computed in. Here that is bfloat16: 2 bytes, but a sum over many
+# ranks loses digits.
 #
 # Without a policy, and with `model.bfloat16()` before `fully_shard`, a rank keeps 2 + 2 + 2 + 2 = 8 bytes, since
 # AdamW's two averages have the dtype of the weight. There is no master copy then, and updates that are small beside
 # their weight are rounded away (lesson 03b, section 4).
 #
-# **Micro-batches.** With several backward passes in a step, the gradients need to travel only in the last one.
-# `model.set_requires_gradient_sync(False)` holds the reduce-scatters back, until it is called with True. The price is
-# memory: until then every rank keeps whole gradients, as at stage 1. They are kept in `reduce_dtype`, here 4 bytes for
-# each parameter of the model.
+# **Micro-batches.** With several backward passes per step, the gradients need to be sent only in the last one.
+# `model.set_requires_gradient_sync(False)` holds the reduce-scatters back until it is called with True. The price is
+# memory: until then every rank keeps whole gradients, as at stage 1, in `reduce_dtype`, here 4 bytes for each parameter
+# of the model.
 #
 # **What a unit may hold.** A tied weight, which two modules share, belongs to one unit. In our GPT the embedding and
 # the head share theirs, and both are left to the root; `fully_shard([model.embed, model.head])` would make one unit of
-# the two. Frozen weights may stand in a unit beside trained ones: they are gathered, and have no gradient to send. The
-# trained weights of a unit must have one dtype. Buffers are neither cut nor cast, and FSDP2 never sends them.
+# the two. A unit may hold frozen weights beside trained ones: they are gathered, and have no gradient to send. The
+# trained weights of a unit must have one dtype. Buffers are neither sharded nor cast, and FSDP2 never sends them.
 #
 # **Clipping.** A weight is now a DTensor, a tensor of which each rank has some rows, and so is its gradient. So
 # `nn.utils.clip_grad_norm_(model.parameters(), 1.0)` is written as on one process: it adds up the squares of all ranks.
-# Be careful with numbers of your own, though. `weight.norm()` is a DTensor too, each rank has its **part** of it, and
-# `.item()` shows that part alone. `weight.norm().full_tensor()` is the norm; it is a collective, so all ranks call it.
+# Be careful with norms that you compute yourself, though. `weight.norm()` is a DTensor too, each rank has its **part**
+# of it, and `.item()` shows that part alone. `weight.norm().full_tensor()` is the norm; it is a collective, so all
+# ranks must call it.
 #
 # **Checkpoints.** No rank has the whole model, and none needs it: with `torch.distributed.checkpoint` (DCP) each rank
 # writes its rows. A file beside them says which rows lie where, so a job with another number of ranks finds its own.
@@ -544,7 +474,7 @@ plot.lines(
 # keeps a second copy of them in each node for backward (in FSDP2 `reshard_after_forward=8`, on nodes of 8), and sends
 # gradients in 4 bits.
 #
-# We look at the first three on our four ranks. A hook notes the dtype that a weight has while it is used.
+# We look at the first three on our four ranks. A hook records the dtype that a weight has while it is used.
 
 # %% tags=["nbval-check-output"]
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -592,7 +522,7 @@ ranks.run(embedding_apart, tokens)
 # %% [markdown]
 # **The older FSDP.** Many scripts still use `FullyShardedDataParallel`, FSDP1. It joins all weights of a unit, end to
 # end, into one long `FlatParameter` and gives each rank an equal slice of it, which may begin in the middle of a
-# weight. One tensor has one dtype, and is frozen or not, so all weights of a unit have to agree in both. (With
+# weight. One tensor has one dtype and is either frozen or not, so all weights of a unit have to agree in both. (With
 # `use_orig_params=True` the model shows its weights again, as parts of the flat one, and some may be frozen.) A
 # wrapping policy finds the units, here every `Block`. The guide of Transformer Engine does so with
 # `transformer_layer_cls={te.TransformerLayer}`, for layers that have no parallelism of their own (lesson 18, section
@@ -640,7 +570,7 @@ print("FSDP2, rank 1:", cut)
 # | `ShardingStrategy.HYBRID_SHARD` | a mesh of two dims |
 # | `with model.no_sync():` | `model.set_requires_gradient_sync(False)` |
 # | `model.clip_grad_norm_(1.0)` | `nn.utils.clip_grad_norm_(model.parameters(), 1.0)` |
-# | `sync_module_states=True` | nothing: all ranks begin alike, or load a checkpoint |
+# | `sync_module_states=True` | nothing: all ranks start from the same weights, or load a checkpoint |
 
 # %% [markdown]
 # **Predict.** The GPT has four layers and the root, five units. A step has two micro-batches. How many reduce-scatters
@@ -665,7 +595,7 @@ compare("each time", scatters_each_time, each_time, within=1, found="counted")
 compare("at the end", scatters_at_the_end, at_the_end, within=1, found="counted")
 
 # %% [markdown]
-# And this is how DCP saves and loads. `get_state_dict(model, optimizer)` gives two dicts whose tensors are this rank's
+# This is how DCP saves and loads. `get_state_dict(model, optimizer)` returns two dicts whose tensors are this rank's
 # rows, with the names that one process would have. `dcp.save` writes a dict of such dicts (and of numbers) into a
 # folder; all ranks call it. To read, make the same dict first: `dcp.load` **fills** it, tensor by tensor, with the rows
 # that this rank has now. Most of these tensors are those of the model and the optimizer themselves. `set_state_dict`
@@ -687,16 +617,16 @@ compare("at the end", scatters_at_the_end, at_the_end, within=1, found="counted"
 # %% [markdown] tags=["exercise"]
 # ### Exercise 13.6 · Train, stop, and go on with another number of ranks
 #
-# Complete `main`. It runs on every rank. `folder` is a `pathlib.Path`, `steps` says how many steps are to be done in
-# all, and `dtype` is the one to compute in. `build_model()` returns a GPT of two blocks, `model.blocks`, in float32.
+# Complete `main`. It runs on every rank. `folder` is a `pathlib.Path`, `steps` is the total number of steps, and `dtype`
+# is the one to compute in. `build_model()` returns a GPT of two blocks, `model.blocks`, in float32.
 #
 # 1. **Join**, as in exercise 4.4: with GPUs first the device of this rank, from `LOCAL_RANK`; then the process group.
-# 2. **Model.** Unlike DDP, FSDP2 sends nothing at the start: each rank keeps its rows of what it was given, so all have
-#    to begin with the same weights. `build_model()` sees to that. Each block is a unit, then the model; `dtype` in the
+# 2. **Model.** Unlike DDP, FSDP2 sends nothing at the start: each rank keeps its rows of the model it was given, so all
+#    have to start from the same weights. `build_model()` takes care of that. Each block is a unit, then the model; `dtype` in the
 #    all-gathers, float32 in the reduce-scatters.
 # 3. **Optimizer.** `torch.optim.SGD` with `lr=0.1` and `momentum=0.9`. (AdamW divides by the size of the gradient, so
 #    that a gradient twice as large as it should be would not show.)
-# 4. **Go on.** If `folder / "checkpoint"` exists, read it: model, optimizer, and how many steps are done.
+# 4. **Resume.** If `folder / "checkpoint"` exists, read it: model, optimizer, and how many steps are done.
 # 5. **Loop** over the steps that are left, counted from 0. `micro_batches(step, device)` returns this rank's part of
 #    the two micro-batches of a step, each as `(inputs, targets)`. Their gradients together are the mean over both; they
 #    travel once. `gpt.loss(logits, targets)` is the mean cross-entropy. Clip to a norm of 0.6.
@@ -704,7 +634,7 @@ compare("at the end", scatters_at_the_end, at_the_end, within=1, found="counted"
 #    it writes over the older checkpoint. Here that is meant; lesson 17, section 2, does it better.)
 #
 # The file knows the names that the cell below imports, and `torch`, `dist`, `nn`, `F`, `gpt`, `fully_shard` and
-# `MixedPrecisionPolicy`; what else you need has to stand inside `main`.
+# `MixedPrecisionPolicy`; anything else that you need must be imported inside `main`.
 #
 # The check writes the function to `runs/train_13.py` and starts it three times: three steps on two ranks, then up to
 # six steps on **one** rank from this checkpoint, then three steps in bfloat16. It compares the weights in the
@@ -777,19 +707,19 @@ check("13.6", main)
 # checkpoint that the check has left; with 8 GPUs the same file runs as `--nproc-per-node=8`. labcode has checkpoints of
 # its own, which also survive a rank that dies while it writes; lesson 17, sections 2 and 4, is about these.
 #
-# **Takeaway: blocks, model, then optimizer; a policy for the numbers that travel; gradients travel once in a step; each
-# rank saves its rows, and any number of ranks reads them.**
+# **Takeaway: shard the blocks, then the model, then make the optimizer. A policy sets the dtypes of messages, gradients
+# are sent once per step, and each rank saves its rows, which any number of ranks can read.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Typical: the optimizer made before `fully_shard` (it holds the old parameters, and nothing is
-# learned); `model.bfloat16()` in place of the policy (there are no master weights then); `saved["step"]` forgotten, so
+# learned); `model.bfloat16()` instead of the policy (there are no master weights then); `saved["step"]` forgotten, so
 # that the data begins anew; the loss divided after `backward`. Ask: what does `set_requires_gradient_sync(False)` cost
 # in memory at 70 billion parameters on 64 GPUs? (A rank then holds gradients of all parameters, 2 or 4 bytes each: 140
 # GB or more. So with large models one sends each time.) Ask also why the loop can be the same on one rank. (Groups of
 # one are real.)
 
 # %% [markdown]
-# ## 8. Open end: choose a layout before you submit (optional, 20 min)
+# ## 8. Open end: choose a layout before you submit (optional, 28 min)
 #
 # The numbers of lesson 13, section 1, and of section 6 are enough to choose how a model is divided before a job is
 # submitted.
@@ -854,10 +784,7 @@ def choose(situation):
 check("13.7", choose)
 
 # %% [markdown]
-# Here is how labcode's lab counts, and what it chooses in the nine situations.
-
-# %%
-show_source(layouts.cost_of)
+# This is what labcode chooses in the nine situations.
 
 # %% tags=["nbval-check-output"]
 print("                                    stage  ranks of a copy    keeps     sends")
@@ -867,8 +794,8 @@ for situation in layouts.CASES:
     print(f"{best.kept_bytes / 1e9:6.1f} GB {best.sending_s:7.2f} s")
 
 # %% [markdown]
-# Stages 0 to 2 send the same, so the smallest one that fits is as good as any. Stage 3 comes when they do not fit any
-# more, and hybrid sharding when a node is large enough for a copy and the links between nodes are slow. On nodes of 8
+# Stages 0 to 2 send the same, so the smallest one that fits is as good as any. Stage 3 is chosen when they no longer
+# fit, and hybrid sharding when a node is large enough for a copy and the links between nodes are slow. On nodes of 8
 # it rarely pays here: a copy in a node takes 16/8 = 2 bytes for each parameter, and the two layers. Over many ranks
 # stage 2 keeps little more than 2 bytes too, so where hybrid sharding fits, stage 2 mostly fits as well and sends less.
 # That is so with one micro-batch in a step and without activations. With several, stage 2 either sends gradients in
@@ -879,7 +806,7 @@ for situation in layouts.CASES:
 # node there is nothing between nodes.
 
 # %% [markdown]
-# ## From here to GPUs and SLURM (core, 5 min)
+# ## From here to GPUs and SLURM (core, 2 min)
 #
 # | where | start |
 # |---|---|
@@ -898,7 +825,7 @@ for situation in layouts.CASES:
 ranks.close()
 
 # %% [markdown]
-# ## Questions (core, 5 min)
+# ## Questions (core, 2 min)
 #
 # **1.** With stage 3, doubling the batch of each rank makes a step take less than twice as long. Why?
 #
@@ -913,8 +840,8 @@ ranks.close()
 #
 # <details><summary>Answer</summary>
 #
-# `fully_shard` has put new parameters, DTensors, in the place of the old ones. The optimizer holds the old ones, which
-# never get a gradient, so its step changes nothing. Shard first, then make the optimizer.
+# `fully_shard` has replaced the parameters by new ones, DTensors. The optimizer holds the old ones, which never get a
+# gradient, so its step changes nothing. Shard first, then make the optimizer.
 # </details>
 #
 # **3.** From lesson 12: why do pipeline and stage 3 not go well together?
