@@ -13,19 +13,20 @@
 # %% [markdown]
 # # 15 · Hybrid training
 #
-# A real run uses all axes at once: layers are cut over tp, dealt out over pp, and the whole model is copied over dp.
-# Whoever starts such a run fills in a form of a few numbers: GPUs, tp, pp, micro-batch, global batch. These numbers
-# depend on each other, and a bad choice is seldom an error. The run just uses half of the machine. In this lesson you
-# fill in the form, predict how long an iteration takes, submit the run to two nodes, and read its log and its trace.
+# A real run uses all axes at once: each layer is sharded over tp, the layers are split into stages over pp, and the
+# whole model is replicated over dp. To start such a run you fill in a form of a few numbers: GPUs, tp, pp, micro-batch,
+# global batch. These numbers depend on each other, and a bad choice seldom raises an error: the run just uses half of
+# the machine. In this lesson you fill in the form, predict how long an iteration takes, submit the run to two nodes,
+# and read its log and its trace.
 #
 # ## Goals
 #
 # - get from the number of GPUs, tp, pp and the batch to dp and the number of micro-batches, and back;
 # - write the time of an iteration as a function of the layout, and choose a layout with it;
 # - submit a hybrid run to two nodes, and read its log line by line;
-# - understand a refusal, and say beforehand whether the activations fit.
+# - understand why a layout is refused, and say beforehand whether the activations fit.
 #
-# **Time**: 180 minutes. Good places for a break are after sections 2 and 4. **Needs**: lesson 08 (sections 1, 2 and 5),
+# **Time**: 162 minutes. Good places for a break are after sections 2 and 4. **Needs**: lesson 08 (sections 1, 2 and 5),
 # lesson 09 (section 4), lesson 12 (sections 2 and 4). For section 3 also lesson 05 (section 2); for section 5 also
 # lesson 09 (section 5), lesson 12 (section 5) and lesson 13b (section 7); for sections 6 and 7 also lesson 14 (sections
 # 1 and 2).
@@ -46,7 +47,7 @@ lab = l14_cluster.open_lab("lesson15", nodes=2)
 submit = hybrid_lab.Submit(lab)
 
 # %% [markdown]
-# ## 1. The form (core, 20 min)
+# ## 1. The form (core, 16 min)
 #
 # | field | who decides | what it is | in Megatron-LM |
 # |---|---|---|---|
@@ -61,36 +62,15 @@ submit = hybrid_lab.Submit(lab)
 # | order | which messages may cross the network | the axis whose ranks are neighbours comes first (section 2) | tp-cp-ep-dp-pp; with `--use-tp-pp-dp-mapping` pp before dp |
 #
 # An example: 32 GPUs with tp = 4 and pp = 2. One copy of the model takes 8 GPUs, so there are dp = 4 copies. A global
-# batch of 256 gives each copy 64 samples, and with micro-batches of 2 these are m = 32.
-#
-# Fill in the form by hand for 64 GPUs, tp = 8, pp = 4, global batch 512, micro-batch 4. Then see what labcode computes
-# from the same numbers. (This is the arithmetic alone. The recipe's tiny model could not be cut like that: section 7.)
-
-# %% tags=["nbval-check-output"]
-form = recipes.with_changes(
-    recipes.get("gpt_tiny"),
-    {
-        "parallel.tp": 8,
-        "parallel.pp": 4,
-        "train.global_batch": 512,
-        "train.micro_batch": 4,
-    },
-)
-shape = form.parallel.shape(world_size=64)
-print("copies of the model, dp:", shape.dp)
-print("samples of a copy:", form.train.global_batch // shape.dp)
-print("micro-batches:", form.train.accumulation(shape.dp))
-
-# %% [markdown]
-# `with_changes` does what `--parallel.tp 8 --parallel.pp 4 ...` does on the command line. Note what was **not** chosen:
-# dp. If you are given twice as many nodes in the middle of a project and the batch stays, dp doubles, and the
-# local batch and m halve. Nothing else in the form changes.
+# batch of 256 gives each copy 64 samples, and with micro-batches of 2 these are m = 32. Note what was **not** chosen:
+# dp. If you are given twice as many nodes in the middle of a project and the batch stays, dp doubles, and the local
+# batch and m halve. Nothing else in the form changes.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 15.1 · The form as a function
 #
-# Write this arithmetic. Where a division leaves a remainder, raise a `ValueError` that says what does not fit. There
-# are two such places: the ranks, and the samples.
+# Write this arithmetic. Where a division leaves a remainder, raise a `ValueError` that says what does not fit: this can
+# happen to the ranks and to the samples.
 
 # %% tags=["exercise"]
 def layout(world, tp, pp, global_batch, micro_batch):
@@ -112,8 +92,8 @@ check("15.1", layout)
 
 # %% [markdown]
 # **More GPUs, the same batch.** A pipeline of pp stages takes m + pp - 1 turns for m micro-batches (lesson 12), so its
-# GPUs work for the share m/(m + pp - 1) of the time. With more copies of the model, there are fewer micro-batches for
-# each, and the share becomes smaller.
+# GPUs work for the fraction m/(m + pp - 1) of the time. With more copies of the model there are fewer micro-batches for
+# each, and this fraction becomes smaller.
 #
 # Narayanan et al. (2021) trained GPT-3 (174.6 billion parameters) with tp = 8, pp = 12, micro-batch 1 and a global
 # batch of 1536. On 384 GPUs, which are 4 copies with m = 384, each GPU did 153 TFLOP/s.
@@ -138,9 +118,8 @@ for gpus, speed in published.items():
     print("published", speed)
 
 # %% [markdown]
-# One line of arithmetic is enough to account for what these authors lost by scaling out, within 1 %. (The row of 384
-# GPUs is the starting point, and the messages of dp are left out. Their table names 96 GPUs for a copy; tp = 8, pp = 12
-# and 1F1B are our assumption.)
+# One line of arithmetic accounts for what these authors lost by scaling out, within 1 %, although it leaves out the
+# messages of dp. (Their table names 96 GPUs for a copy; tp = 8, pp = 12 and 1F1B are our assumption.)
 #
 # **Takeaway: you choose tp, pp and the batch, and dp and m follow. More GPUs with the same batch mean fewer
 # micro-batches, so a larger bubble.**
@@ -150,22 +129,19 @@ for gpus, speed in published.items():
 # of the numbers may a cluster change behind your back? (The world size, and with it dp and m.)
 
 # %% [markdown]
-# ## 2. Who sits next to whom (core, 15 min)
+# ## 2. Who sits next to whom (core, 10 min)
 #
 # From here on we use the smallest run that cuts the model along two axes: tensor 2 × pipeline 2, on two nodes of two
-# GPUs. With four GPUs, dp = 1 is left. There are two ways to place it. Either the two ranks of a tensor-parallel pair
-# share a node, and the pipeline crosses the nodes, or the other way round. The `order` of the grid decides: along the
-# axis that it names first, neighbours have consecutive ranks (lesson 08, section 1). In the figures a letter and a
-# colour, a or b, mark each tensor-parallel pair.
+# GPUs, which leaves dp = 1. There are two ways to place it: the two ranks of a tensor-parallel pair share a node and
+# the pipeline crosses the nodes, or the other way round. The `order` of the grid decides: along the axis that it names
+# first, neighbours have consecutive ranks (lesson 08, section 1). The figure shows the first way; a letter and a
+# colour, a or b, mark each tensor-parallel pair. In the second way each pair has one rank on each node.
 
 # %% tags=["figure"]
 model = l15.MODEL  # 2 layers, hidden size 64, 32 tokens, float32
 inside = GridShape(tp=2, pp=2)  # order tp-cp-dp-pp
 across = GridShape(tp=2, pp=2, order="pp-dp-cp-tp")
 plot.grid(inside, color_by="tp", nodes=2, caption="15.inside")
-
-# %% tags=["figure"]
-plot.grid(across, color_by="tp", nodes=2, caption="15.across")
 
 # %% [markdown]
 # What does each rank send in one step? Let *act* be the tensor between two layers for one micro-batch: micro-batch ×
@@ -175,8 +151,8 @@ plot.grid(across, color_by="tp", nodes=2, caption="15.across")
 # - **tp**: four all-reduces of act in each layer of the stage (lesson 09), and one more: on the first stage for the
 #   embedding, on the last one for the head. On a ring of two ranks, an all-reduce sends the tensor once.
 # - **pp**: one act to the other stage, forward from the first, backward from the last. Both ranks of a tensor-parallel
-#   pair send the same one, because this run has no sequence parallelism; with it each would send 1/tp (lesson 08, section
-#   4).
+#   pair send the same act, because this run has no sequence parallelism; with it each would send 1/tp (lesson 08,
+#   section 4).
 #
 # **Predict.** Each stage has one of the two layers, and the global batch is 8, so m = 4. How many bytes does a rank
 # send in a step to its tp neighbour, and how many to its pp neighbour?
@@ -207,15 +183,15 @@ print("between the nodes, tp inside:", si(traffic.across_nodes(tp_inside, 2), "B
 print("between the nodes, tp across:", si(traffic.across_nodes(tp_across, 2), "B"))
 
 # %% [markdown]
-# Four processes did a real step, and every message was written down as it left. With tp across the nodes, five times as
-# many bytes take the slow way. And they come one by one, **between** two matrix products, so each pays the latency of
-# the link as well, and nothing goes on meanwhile.
+# Four processes did a real step, and every message was recorded as it left. With tp across the nodes, five times as
+# many bytes take the slow link. They also come one by one, **between** two matmuls, so each message pays the latency of
+# the link, and nothing is computed meanwhile.
 #
 # **Takeaway: for each micro-batch, tp sends four all-reduces of act for every layer of the stage, and one for the
 # embedding or the head. pp sends act once or twice. So tp goes inside the node, and pp between nodes.**
 
 # %% [markdown]
-# ## 3. How long does an iteration take? (core, 60 min)
+# ## 3. How long does an iteration take? (core, 64 min)
 #
 # Let us add up the time of a step, in the plainest way: nothing overlaps.
 #
@@ -227,17 +203,18 @@ print("between the nodes, tp across:", si(traffic.across_nodes(tp_across, 2), "B
 # 5. **dp.** After that, once in a step, the gradients are all-reduced over dp. A rank holds 1/(tp · pp) of the
 #    parameters, and each gradient has 4 bytes.
 #
-# For pp = 1 and 2 this is exact. With more stages it is an estimate: a stage in the middle sends two messages for each
-# micro-batch, and has neither the embedding nor the head.
+# For pp = 1 and 2 this is exact. With more stages it is an estimate, since a stage in the middle sends two messages for
+# each micro-batch and has neither the embedding nor the head.
 #
 # How fast is a message? A collective uses all adapters of its group, so `cluster.link(group)` gives the rate of the
 # rule of two levels (lesson 08, section 5), or the link inside a node if the group sits on one. A message of pp goes
-# from one rank to one other. `cluster.message_link(group)` is the slowest link from a rank of the group to the next.
+# from one rank to one other, so `cluster.message_link(group)` gives the slowest link from a rank of the group to the
+# next.
 #
-# A laptop has no second node, so we **emulate a cluster** with speeds that are slow enough for any laptop: each matrix
-# product takes as long as on a device of 75 MFLOP/s, each message as long as on its link, and the rank **sleeps**
-# meanwhile. Inside a node the link has 4.5 MB/s and 0.2 ms, and each rank's adapter 0.5 MB/s and 1 ms: a ninth of the
-# rate, which is about the ratio of NVLink to a common network card.
+# A laptop has no second node, so we **emulate a cluster** that is slow enough for any laptop. Each matmul takes as long
+# as on a device of 75 MFLOP/s and each message as long as on its link, and the rank **sleeps** meanwhile. Inside a node
+# the link has 4.5 MB/s and 0.2 ms. Between nodes each rank's adapter has 0.5 MB/s and 1 ms, a ninth of that rate, which
+# is about the ratio of NVLink to a common network card.
 
 # %% tags=["nbval-check-output"]
 from labcode.perf import alpha_beta
@@ -264,8 +241,7 @@ for name, link in (("inside", cluster.inside), ("between", cluster.between)):
 # sizes of the layout, and `shape.groups("tp")[0]` is one of its tensor-parallel groups.
 # `alpha_beta.time_s("all_reduce", p, num_bytes, link)` is the time of an all-reduce over p ranks (0 for p = 1), and
 # `alpha_beta.time_s("send", 2, num_bytes, link)` that of a message. All-reduces have `cluster.link(group)`, and pp has
-# `cluster.message_link(group)`. The check asks for many layouts. If one point is
-# off, it usually says which; otherwise it prints what each point gives.
+# `cluster.message_link(group)`. The check asks for many layouts. If one point is off, it usually says which.
 
 # %% tags=["exercise"]
 def iteration_s(model, shape, global_batch, micro_batch, cluster):
@@ -299,12 +275,10 @@ check("15.2", iteration_s)
 
 # %% [markdown]
 # Take three layouts, a global batch of 8 and micro-batches of 2: plain data parallelism with dp = 4, and the hybrid of
-# section 2 in both orders. Plain dp computes without waiting, and then has to average the gradients of the whole model
-# between the nodes.
+# section 2 in both orders.
 #
-# **Predict.** How many seconds does a step of each take, by your function? The ranks measure it afterwards. (We allow a
-# factor of 1.4: each message also costs the real processes something, which the formula leaves out, and the hybrids
-# send many.)
+# **Predict.** How many seconds does a step of each take, by your function? The ranks measure it afterwards. We allow a
+# factor of 1.4, because each message also costs the real processes some time, and the hybrids send many.
 
 # %% tags=["predict"]
 dp_4_s = iteration_s(model, GridShape(dp=4), 8, 2, cluster)
@@ -333,14 +307,13 @@ for name, shape in layouts.items():
     print()
 
 # %% [markdown]
-# tp across the nodes is out: its all-reduces cross the network in every layer. Between the other two it is a tie, which
-# the clock may decide either way.
+# tp across the nodes is out: its all-reduces cross the network in every layer. The other two take about as long as each
+# other.
 #
-# But is the formula fair? It assumes no overlap, but DDP overlaps: it sends the gradients bucket by bucket while
-# backward still computes (lesson 05, section 2). The messages of the hybrid have no such chance in our schedule, since
-# the next product or the next stage waits for them. So there is a sixth point for dp. In the **last** micro-batch the
-# gradients are final, and its backward, two thirds of its computing, can hide their all-reduce. What is longer than
-# that remains.
+# But is the formula fair? It assumes no overlap, while DDP sends the gradients bucket by bucket as backward still
+# computes (lesson 05, section 2). The messages of the hybrid have no such chance in our schedule, since the next matmul
+# or the next stage waits for them. So there is a sixth point for dp: in the **last** micro-batch the gradients become
+# final, and its backward, two thirds of its computing, can hide their all-reduce.
 #
 # **Predict.** How many seconds does a step of dp 4 take with overlap? It has one micro-batch; take compute and dp from
 # the table above.
@@ -366,15 +339,15 @@ bars["dp 4, overlap"] = {"predicted": expected_s, "measured": measured_overlap_s
 plot.bars(bars, caption="15.overlap")
 
 # %% [markdown]
-# (It takes somewhat longer than predicted. The first bucket is full only after a part of backward, and until then
-# nothing travels. Hence the tolerance of 1.3.)
+# Of the all-reduce only what is longer than that backward remains. The measured step is somewhat longer than predicted,
+# because nothing travels until the first bucket is full; hence the tolerance of 1.3.
 #
 # So as long as the model fits on one GPU, data parallelism with overlap is hard to beat here. When is the hybrid
-# faster? Look at what each time depends on. Gradients travel once in a **step**, and backward can hide them only if
-# there is enough of it. Activations travel with every **micro-batch**.
+# faster? Gradients travel once in a **step**, and backward can hide them only if there is enough of it. Activations
+# travel with every **micro-batch**.
 #
-# **Predict.** Suppose that a step has only 4 samples, in micro-batches of one. Which is faster then, `"dp 4"` with
-# overlap, or `"dp 2 x pp 2"`? And with 64 samples, in micro-batches of 2?
+# **Predict.** If a step has only 4 samples, in micro-batches of one, which is faster: `"dp 4"` with overlap, or
+# `"dp 2 x pp 2"`? And with 64 samples, in micro-batches of 2?
 
 # %% tags=["predict"]
 faster_with_4 = "dp 2 x pp 2"
@@ -408,26 +381,25 @@ plot.lines(per_sample_ms, x=batches, caption="15.batches")
 
 # %% [markdown]
 # With 4 samples a rank of dp 4 has one of them, and its backward is too short to hide the gradients of the whole model.
-# A pipeline has half of the gradients on each rank, and its two copies are neighbours inside a node. With more samples
-# the all-reduce stays as long as ever, and there is more computing beside it.
+# With the pipeline each rank has half of the gradients, and the two copies are neighbours inside a node. With more
+# samples the all-reduce stays the same, and there is more computing to hide it.
 #
-# On GPUs the limit is stated in tokens. Lesson 13b, section 5, has the rule: a GPU of Φ FLOP/s on a group of bus
+# On GPUs the limit is stated in tokens. Lesson 13b, section 5, has the rule: a GPU of Φ FLOP/s in a group of bus
 # bandwidth β hides its all-reduce from about Φ/β tokens in its last micro-batch on, if gradients travel in 2 bytes. On
-# nodes of eight H100 with an adapter for each GPU these are some 2,000 tokens, also over several full nodes, and 14,000
+# nodes of eight H100 with an adapter for each GPU that is some 2,000 tokens, also over several full nodes, and 14,000
 # if only one GPU of each node shares the gradient.
 #
-# What decides in practice is another question: **does it fit?** A copy of the model in each GPU is out of the question
-# for most models. Then there are two ways. One is to cut the model, over tp and pp. The other is to shard it over dp,
-# with FSDP (lesson 13): a rank keeps 1/dp of weights, gradients and optimizer, gathers the weights of a layer when it
-# needs them, and so sends 1.5 times as much as an all-reduce, in **each** micro-batch. Nearly all of that can hide
-# behind the computing of the same micro-batch.
+# In practice another question comes first: **does it fit?** For most models a whole copy on each GPU does not. Then
+# there are two ways. One is to cut the model, over tp and pp. The other is to shard it over dp with FSDP (lesson 13): a
+# rank keeps 1/dp of weights, gradients and optimizer and gathers the weights of a layer when it needs them. It sends
+# 1.5 times as much as an all-reduce, in **each** micro-batch, and nearly all of that can hide behind the computing of
+# the same micro-batch.
 #
 # With a pipeline one usually shards the optimizer alone, ZeRO stage 1. Of the 16 bytes of a parameter (2+2+12, lesson
-# 08) a rank then keeps 4 + 12/dp, and sends as much as plain dp, once in a step. The gradients' half of it can hide
-# behind the last backward; the new weights are gathered after the optimizer's step. The higher stages do not suit a
-# pipeline. Stage 2 would reduce the gradients after each of the m micro-batches, and stage 3 gather the weights for
-# each. DeepSpeed refuses both, and torchtitan's FSDP keeps the weights of a stage gathered for the whole step.
-# (Exercise 15.3 leaves ZeRO-1 out to stay short. So its pipelines need more memory than they would in practice.)
+# 08) a rank then keeps 4 + 12/dp, and it sends as much as plain dp, once in a step. The higher stages do not suit a
+# pipeline: stage 2 would reduce the gradients after each of the m micro-batches, and stage 3 would gather the weights
+# for each. DeepSpeed refuses both, and torchtitan's FSDP keeps the weights of a stage gathered for the whole step.
+# (Exercise 15.3 leaves ZeRO-1 out to stay short, so its pipelines need more memory than in practice.)
 
 # %% tags=["nbval-check-output"]
 for batch, micro_batch in ((4, 1), (8, 2), (64, 2), (64, 16)):
@@ -435,15 +407,15 @@ for batch, micro_batch in ((4, 1), (8, 2), (64, 2), (64, 16)):
     print(f"FSDP, {batch:2} samples, micro-batches of {micro_batch:2}: {seconds:.3f} s")
 
 # %% [markdown]
-# With 8 samples FSDP takes 0.655 s, where DDP with overlap takes 0.625 s and needs four times the memory for weights,
+# With 8 samples FSDP takes 0.655 s. DDP with overlap takes 0.625 s and needs four times the memory for weights,
 # gradients and optimizer. FSDP does best with **large micro-batches**, as the last two lines show: with 64 samples, one
-# micro-batch of 16 on each rank hides all messages. The price of that is memory for activations. So a sensible order to
-# try is: DDP while a copy fits; then FSDP, as long as a rank has Φ/β tokens in a micro-batch; tp inside the node and pp
-# when it has not, or when a layer is too large.
+# micro-batch of 16 on each rank hides all messages, at the price of memory for activations. So a sensible order to try
+# is: DDP while a copy fits; then FSDP, as long as a rank has Φ/β tokens in a micro-batch; and tp inside the node and pp
+# when it has fewer, or when a layer is too large.
 #
-# **Takeaway: an iteration takes (m + pp - 1) · (compute + tp + message) + gradients, and of the gradients only what
-# backward does not hide. Between layouts that fit, overlap decides; which ones fit is decided by what is cut and what
-# is sharded.**
+# **Takeaway: an iteration takes (m + pp - 1) · (compute + tp + message), plus the part of the gradients' all-reduce
+# that backward does not hide. What is cut and what is sharded decides which layouts fit, and among those overlap
+# decides.**
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 15.3 · Choose the layout
@@ -452,9 +424,9 @@ for batch, micro_batch in ((4, 1), (8, 2), (64, 2), (64, 16)):
 # rank has for its share of weights, gradients and optimizer (here 16 bytes for each parameter). It returns two things:
 # the `GridShape` with the shortest iteration, and how it is data parallel, `"overlapped"` (DDP) or `"sharded"` (FSDP).
 # `step.iteration_parts(model, shape, global_batch, micro_batch, cluster, how)` gives the parts of the time, as above.
-# Five rules:
+# The loops are given, and what is in them is yours. Five rules:
 #
-# 1. dp · pp · tp is the number of GPUs, and only powers of two need to be tried.
+# 1. dp · pp · tp is the number of GPUs.
 # 2. tp divides the number of heads, and pp the number of layers.
 # 3. The global batch is a multiple of dp · micro-batch.
 # 4. Overlapped, nothing is sharded over dp, and 16 · parameters / (tp · pp) is at most `room_bytes`.
@@ -466,11 +438,11 @@ for batch, micro_batch in ((4, 1), (8, 2), (64, 2), (64, 16)):
 # %% tags=["exercise"]
 def best_layout(model, world, global_batch, micro_batch, cluster, room_bytes):
     """(GridShape, "overlapped" or "sharded"), the fastest that fits."""
-    ### BEGIN SOLUTION
     best = None
     best_s = float("inf")
     for tp in (1, 2, 4, 8, 16, 32, 64):
         for pp in (1, 2, 4, 8, 16, 32, 64):
+            ### BEGIN SOLUTION
             if world % (tp * pp) or model.num_heads % tp or model.num_layers % pp:
                 continue
             dp = world // (tp * pp)
@@ -489,8 +461,8 @@ def best_layout(model, world, global_batch, micro_batch, cluster, room_bytes):
                 if sum(parts.values()) < best_s:
                     best = (shape, how)
                     best_s = sum(parts.values())
+            ### END SOLUTION
     return best
-    ### END SOLUTION
 
 # %% tags=["check"]
 check("15.3", best_layout)
@@ -502,31 +474,28 @@ check("15.3", best_layout)
 # bound for the hybrid too.)
 
 # %% [markdown]
-# ## 4. The idle time in the trace (core, 10 min)
+# ## 4. The idle time in the trace (core, 8 min)
 #
-# We run the hybrid with tp inside the node once more. Each rank records when its actions run. Where a row has no block,
-# the rank waits, or its message is on the way. First the parts that the formula of section 3 gives.
-
-# %% tags=["nbval-check-output"]
-model = l15.MODEL
-cluster = l15.CLUSTER
-inside = GridShape(tp=2, pp=2)
-for part, seconds in step.iteration_parts(model, inside, 8, 2, cluster).items():
-    print(f"{part:8} {seconds:.3f} s")
-
-# %% [markdown]
-# **Predict.** For which share of the time is a rank **not** busy with computing and tp?
+# We run the hybrid with tp inside the node once more, with m = 4. Each rank records when its actions run. Where a row
+# has no block, the rank waits, or its message is on the way.
+#
+# **Predict.** The bubble of lesson 12 is (pp - 1)/(m + pp - 1) of the time, here 1/5. Besides, each of the m + pp - 1 =
+# 5 turns has 142 ms of computing, 20 ms of tp and one message of 34 ms between the nodes (section 3). For which
+# fraction of the time is a rank **not** busy with computing and tp?
 
 # %% tags=["predict"]
-idle_share = 1 - (0.566 + 0.081) / (0.566 + 0.081 + 0.135 + 0.196)
+idle_fraction = 1 - 4 * (142 + 20) / (5 * (142 + 20 + 34))
 
 # %% tags=["figure"]
 from labcode.teach.labs import l12_paced_pipeline as stages
 
+model = l15.MODEL
+cluster = l15.CLUSTER
+inside = GridShape(tp=2, pp=2)
 timed = ranks.run(emulate.timed_steps, model, inside, 8, 2, cluster, repeats=1)
 measured_line = stages.timeline(timed)
-name = "share of the time idle"
-compare(name, idle_share, measured_line.bubble_over_total(), within=1.15)
+name = "fraction of time idle"
+compare(name, idle_fraction, measured_line.bubble_over_total(), within=1.15)
 measured_step_s = emulate.step_s(timed)
 expected_step_s = sum(step.iteration_parts(model, inside, 8, 2, cluster).values())
 print(f"the step took {measured_step_s / expected_step_s:.2f} times what was simulated")
@@ -538,45 +507,45 @@ plot.pipeline(
 )
 
 # %% [markdown]
-# The upper part is a simulation of the formula. The real step is longer, and so are its blocks: each message costs the
-# processes some milliseconds that the emulated links do not have. Busy and idle times grow alike, so their ratio agrees
-# better than either does.
+# The upper part is a simulation of the formula. The real step is longer, and so are its blocks, because each message
+# costs the processes some milliseconds that the emulated links do not have. Busy and idle times grow alike, so the
+# fraction agrees better than the seconds do.
 #
-# Read the lower part in pairs. Ranks 0 and 1 are one stage: each
-# all-reduce makes them wait for each other, so they do the same at nearly the same time. Ranks 2 and 3 begin one
-# forward and one message later. Ranks 0 and 1 have their longest gap before the first backward, as in lesson 12, and
-# further ones where they wait for the other stage. The short gaps between two blocks are messages on their way: in this
-# emulated cluster a sender waits until its message has left. On a GPU it would go on.
+# Read the lower part in pairs. Ranks 0 and 1 are one stage, and each all-reduce makes them wait for each other, so they
+# do the same at nearly the same time. Ranks 2 and 3 begin one forward and one message later. Ranks 0 and 1 have their
+# longest gap before the first backward, as in lesson 12, and further ones where they wait for the other stage. The
+# short gaps between two blocks are messages on their way: in this emulated cluster a sender waits until its message has
+# left, where a GPU would go on.
 #
-# **Takeaway: a long gap at the start, in the middle or at the end is the bubble, and more micro-batches shrink its
-# share. Short regular gaps are messages.**
+# **Takeaway: a long gap at the start, in the middle or at the end is the bubble, and with more micro-batches it is a
+# smaller fraction of the step. Short regular gaps are messages.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Ask: how does the figure change with m = 16? (The long gap keeps its length, and its share
-# shrinks.)
+# *For the instructor.* Ask: how does the figure change with m = 16? (The long gap keeps its length and is a smaller
+# fraction of the step.)
 
 # %% [markdown]
-# ## 5. The same mesh in plain PyTorch (core, 20 min)
+# ## 5. The same mesh in plain PyTorch (core, 12 min)
 #
-# Nothing so far needs labcode. PyTorch has a part for each axis, and you know them all: `init_device_mesh` makes the
-# groups, `parallelize_module` cuts the layers (lesson 09, section 5), `PipelineStage` and `Schedule1F1B` run the stages
-# (lesson 12, section 5), and `fully_shard` averages the gradients over dp (lesson 13b, section 7). The script below is
-# all of it, for a small model of two blocks. Read it in this order.
+# PyTorch has a part for each axis, and you know them all: `init_device_mesh` makes the groups, `parallelize_module`
+# shards the layers (lesson 09, section 5), `PipelineStage` and `Schedule1F1B` run the stages (lesson 12, section 5),
+# and `fully_shard` averages the gradients over dp (lesson 13b, section 7). The script below puts them together for a
+# small model of two blocks. Read it with these points in mind.
 #
 # - The mesh has the axes in the order pp, dp, tp. PyTorch fills it row by row, so the **last** axis has consecutive
 #   ranks: tp inside the node, as with our order tp-cp-dp-pp.
-# - Every rank initialises the whole model from one seed, and keeps the blocks of its own stage. (A large model would be
-#   built on the meta device, so that nobody ever holds all of it.)
-# - tp comes before dp: `parallelize_module` makes DTensors of the weights, and `fully_shard` cuts each rank's part
-#   further. With more than one stage `reshard_after_forward` is off: otherwise a rank would gather its weights anew for
-#   every micro-batch, forward and backward. It then holds the weights and the growing gradients of its stage whole during
-#   the step. Gradients are reduce-scattered once, after the last backward, and only the optimizer is sharded throughout.
+# - Every rank initialises the whole model from one seed and keeps the blocks of its own stage. A large model would be
+#   built on the meta device, so that no rank ever holds all of it.
+# - tp comes before dp: `parallelize_module` makes DTensors of the weights, and `fully_shard` shards each rank's part
+#   further. With more than one stage `reshard_after_forward` is off; otherwise a rank would gather its weights anew for
+#   every micro-batch, forward and backward. So a rank holds the weights and the growing gradients of its stage whole
+#   during the step. Gradients are reduce-scattered once, after the last backward, and only the optimizer stays sharded.
 # - `DistributedDataParallel` refuses DTensors. With tp = 1 and no `parallelize_module`,
 #   `DDP(own, process_group=mesh.get_group("dp"))` takes the place of the two calls of `fully_shard`. (PyTorch 2.13 also
-#   has `torch.distributed._composable.replicate_with_fsdp.replicate`, data parallelism without sharding on the machinery
-#   of FSDP2, for DTensors. The underscore says that it may still change.)
-# - The first stage is given the inputs, the last one the targets. The schedule cuts both into micro-batches, and
-#   divides the gradients by m at the end.
+#   has `torch.distributed._composable.replicate_with_fsdp.replicate`, data parallelism without sharding for DTensors;
+#   the underscore says that it may still change.)
+# - The first stage gets the inputs, the last one the targets. The schedule cuts both into micro-batches, and divides
+#   the gradients by m at the end.
 
 # %%
 MESH = '''import sys
@@ -647,12 +616,10 @@ dist.destroy_process_group()
 # %% [markdown]
 # torchrun starts it twice: on one process, where every axis has size 1, and on eight.
 #
-# **Predict.** Which rank of the eight prints the losses? And are they the `"same"` as those of one process, to 9
-# decimal places, or `"other"` ones?
+# **Predict.** Which rank of the eight prints the losses?
 
 # %% tags=["predict"]
 rank_that_prints = 4  # pp = 1, dp = 0, tp = 0: 1 * 2 * 2
-losses_of_eight = "same"
 
 # %%
 import re
@@ -662,26 +629,25 @@ from labcode import launch
 
 Path("runs/mesh.py").write_text(MESH)
 outputs = {}
-losses = {}
+losses = []
 for sizes in ((1, 1, 1), (2, 2, 2)):
     pp, dp, tp = sizes
     output = launch.run("runs.mesh", *sizes, nproc=pp * dp * tp, echo=False).output
     outputs[f"pp {pp} x dp {dp} x tp {tp}"] = output
-    losses[sizes] = re.findall(r"loss (\S+)", output)
+    losses.append(re.findall(r"loss (\S+)", output))
 printing = int(re.search(r"\[rank (\d)\]", output)[1])
 compare("rank that prints", rank_that_prints, printing, within=1)
-found = "same" if losses[1, 1, 1] == losses[2, 2, 2] else "other"
-compare("losses of eight ranks", losses_of_eight, found, options=("same", "other"))
 for name, output in outputs.items():
     print(f"{name}\n{output}")
+print("the same losses:", losses[0] == losses[1])
 
 # %% [markdown]
 # The reference is the same script on one process. Keep such a run for every script of your own: a wrong layout seldom
-# raises an error, and the first five losses show it. (Nine decimal places agree because the script computes in float64.
-# In float32 some six would, in bfloat16 two or three.)
+# raises an error, and the first five losses show it. Nine decimal places agree because the script computes in float64;
+# in float32 some six would, in bfloat16 two or three.
 #
-# **Takeaway: in PyTorch a layout is one mesh. Cut the stage, then its layers over tp, then the weights over dp, and
-# compare the losses with those of one process.**
+# **Takeaway: in PyTorch a layout is one mesh. Take the blocks of the stage, shard its layers over tp, then the weights
+# over dp, and compare the losses with those of one process.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Ask what a rank holds of `up.weight` with pp 2 x dp 2 x tp 2: half of the rows by tp, and half
@@ -691,11 +657,11 @@ for name, output in outputs.items():
 # %% [markdown]
 # ## 6. The real program, on two nodes (core, 30 min)
 #
-# Now `python -m labcode.train gpt_tiny`, with its real data, optimizer and log, on a real SLURM with two nodes (lesson
-# 14, sections 1 and 2). The nodes share your cores. For comparison, plain dp = 4 trains first, on the ranks of this
-# notebook. Then you see the script of the job, with blanks. `--ntasks-per-node` is the number of ranks on a node. (The
-# GPUs of these nodes are emulated and the ranks compute on the CPU, so the script asks for none. It leaves out the
-# options that make the run short: 12 steps, a line of the log for every third of them, and no evaluation between.)
+# Now `python -m labcode.train gpt_tiny`, with its real data, optimizer and log, runs on a real SLURM with two nodes
+# (lesson 14, sections 1 and 2), which share your cores. For comparison, plain dp = 4 trains first, on the ranks of this
+# notebook. Then you see the script of the job, with blanks; `--ntasks-per-node` is the number of ranks on a node. The
+# ranks compute on the CPU, so the script asks for no GPUs. It leaves out the options that make the run short: 12 steps,
+# a line of the log for every third of them, and no evaluation between.
 
 # %%
 from labcode.train import metrics
@@ -713,8 +679,8 @@ print(hybrid_lab.blank_script())
 # - The bubble is at most 1/8 of the work.
 #
 # Give a dict with the six blanks: `nodes`, `ranks_per_node`, `parallel.tp`, `parallel.pp`, `train.micro_batch` and
-# `train.global_batch`. The check submits the job, and reads in its log who sat where, the grid, the steps and the last
-# loss. This takes up to two minutes.
+# `train.global_batch`. The check submits the job, and reads in its log which rank was on which node, the grid, the
+# steps and the last loss. This takes up to two minutes.
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
@@ -739,8 +705,8 @@ check("15.4", my_form, submit, plain)
 #
 # - Two stages of layers, and each layer shared by the two ranks of a node.
 # - The global batch stays 16.
-# - The bubble is at most 1/8 of the work. Of the micro-batches that reach this take the **largest**: it makes the fewest
-#   messages.
+# - The bubble is at most 1/8 of the work. Of the micro-batch sizes that achieve this take the **largest**: it makes the
+#   fewest messages.
 #
 # Give a dict with the same six blanks. The check submits the job, has three of its steps recorded, and compares the
 # last loss with that of plain dp.
@@ -761,9 +727,9 @@ my_hybrid = {
 check("15.5", my_hybrid, submit, plain)
 
 # %% [markdown]
-# All four ranks make one copy, so dp = 1 is left. The workshop then sets the global batch to one micro-batch. That is m
-# = 1, and with two stages each rank waits for half of the time (lesson 12, section 10): the form runs, and half of the
-# machine is lost.
+# All four ranks make one copy, so dp = 1. The workshop then sets the global batch to one micro-batch, so m = 1, and
+# with two stages each rank waits for half of the time (lesson 12, section 10): the form runs, and half of the machine
+# is lost.
 #
 # Here is the log of the hybrid, beside the losses of plain dp.
 
@@ -783,10 +749,10 @@ ratio = hybrid_steps[-1]["step_s"] / plain_steps[-1]["step_s"]
 print(f"step of the hybrid / of dp: {ratio:.1f}")
 
 # %% [markdown]
-# Read it line by line. The first line is the form, filled in: who computes where, the grid, and how the samples of a
-# step are cut. Check it first. `n1: 0, 1` is a tensor-parallel pair inside a node. Then come the steps. (The matmul
-# rate is that of a large product here, so the percentage is the MFU of lesson 03, section 2; with gpt_tiny it is
-# small.) Last comes the folder, whose `metrics.jsonl` holds more numbers:
+# Read it line by line. The first line is the form, filled in: which rank computes where, the grid, and how the samples
+# of a step are cut. Check it first. `n1: 0, 1` is a tensor-parallel pair inside a node. Then come the steps. (The
+# percentage is the MFU of lesson 03, section 2, small with gpt_tiny.) Last comes the folder, whose `metrics.jsonl`
+# holds more numbers:
 #
 # | here | in Megatron-LM's log | read it as |
 # |---|---|---|
@@ -803,7 +769,7 @@ print(f"step of the hybrid / of dp: {ratio:.1f}")
 
 # %% [markdown]
 # The losses are the same, since both layouts do the same arithmetic, and that is the first thing to check after a
-# change of layout. The hybrid is slower here. On one machine there is no slow link to avoid and no memory to save, and
+# change of layout. The hybrid is slower here: on one machine there is no slow link to avoid and no memory to save, and
 # it sends many small messages in each step, where plain dp makes a single all-reduce.
 #
 # `--profile.steps 4:7` recorded three steps of rank 0 for PyTorch's profiler, as in lesson 02, section 6. `python -m
@@ -816,21 +782,22 @@ print(summary(done.out, rows=5))
 
 # %% [markdown]
 # Rank 0 is on the first stage. "Exposed communication" is the time in which it computes nothing and is in a collective
-# or waits for a message. The line of parts says more. The part "communication" is mostly waiting for the other stage:
-# it is what the gap between forward and backward in section 4 consists of. The all-reduces of tp lie inside forward and
-# backward, and are `_Pair`, `_PairBackward` and `c10d::allreduce_` in the table. (Four ranks share your cores here, so
-# a rank often waits for one that has no core just then.)
+# or waits for a message. In the line of parts, "communication" is mostly waiting for the other stage, the gap between
+# forward and backward of section 4. The all-reduces of tp lie inside forward and backward, and are `_Pair`,
+# `_PairBackward` and `c10d::allreduce_` in the table. (Four ranks share your cores here, so a rank often waits for one
+# that has no core just then.)
 #
-# A profiler shows all this waiting as communication, since all that it sees is a rank in a receive. So in the trace of
-# a pipeline compare it with the bubble first, which has 1/9 of the step here. The recommendation in the last line knows
-# nothing of that. (`--profile.memory` also records what a stage holds meanwhile; lesson 12, section 4, has the
-# picture.)
+# A profiler shows all this waiting as communication, since it sees only a rank in a receive. So in the trace of a
+# pipeline compare it with the bubble first, which is 1/9 of the step here. The recommendation in the last line does not
+# take the bubble into account. (`--profile.memory` also records what a stage holds meanwhile; lesson 12, section 4, has
+# the picture.)
 #
-# We run labcode and not Megatron-LM, which is made for GPUs. NVIDIA's workshop starts its `pretrain_gpt.py` with the
+# We run labcode instead of Megatron-LM, which is made for GPUs. NVIDIA's workshop starts its `pretrain_gpt.py` with the
 # flags of section 1. It reads tokens from memory-mapped files, `--data-path` and `--split 949,50,1` for training,
 # validation and test.
 #
-# **Somebody else's log.** Here is a line in the style of Megatron-LM (made up, after the row of 768 GPUs in section 1):
+# **Another program's log.** Here is a line in the style of Megatron-LM (made up, after the row of 768 GPUs in section
+# 1):
 #
 #     iteration 200/ 95000 | consumed samples: 307200 | elapsed time per iteration (ms): 39420 | lm loss: 4.1
 #
@@ -845,7 +812,8 @@ print(summary(done.out, rows=5))
 # second.
 #
 # And a real one, of the workshop's plain data parallelism on 4 V100 in two nodes: iteration 100, consumed samples 800,
-# 537.3 ms, learning rate 5.822E-05. With 1,024 tokens in a sample one GPU does 8 · 1024 / 0.5373 / 4 = 3,812 tokens/s.
+# 537.3 ms, learning rate 5.822E-05. With 1,024 tokens in a sample one GPU processes 8 · 1024 / 0.5373 / 4 = 3,812
+# tokens/s.
 # The rate falls from 6e-5 to 6e-6 by a cosine over 800 iterations, 8 of them warm-up: 6e-6 + 2.7e-5 · (1 + cos(π ·
 # 92/792)) = 5.822e-5. Its profile has 48.5 % in communication and 41.7 % in kernels.
 # </details>
@@ -856,13 +824,13 @@ print(summary(done.out, rows=5))
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* In 15.4 the wrong forms are instructive: micro-batch 2, the answer of those who forget that
 # there are two copies, has a bubble of 1/4; 4 ranks on one node find no GPUs. Ask: which number of the log would have
-# shown that two jobs of two ranks ran in place of one of four? (The first line: 2 ranks.)
+# shown that two jobs of two ranks ran instead of one of four? (The first line: 2 ranks.)
 
 # %% [markdown]
 # ## 7. Broken on purpose (core, 15 min)
 #
-# Three forms that do not fit on four ranks. Say for each one what is wrong before you run the cell, and then read what
-# was computed, what was found, and what to do.
+# Here are three forms that do not fit on four ranks. Say what is wrong with each before you run the cell. Each error
+# gives the rule, the value found, and the remedy.
 
 # %% tags=["nbval-check-output"]
 recipe = recipes.get("gpt_tiny")
@@ -886,9 +854,9 @@ for changes in (
 #   with every node;
 # - an m that is **too small**: the job runs, and its GPUs wait for most of the time.
 #
-# **Up to the limit.** Where plain dp is enough, a larger micro-batch makes larger products and fewer messages for each
-# sample, so one raises it until memory ends. (With m = 1 the global batch rises with it.) The next cells do so with one
-# copy of a GPT of six layers. It has 80 MiB for its tensors and trains in a process of its own, `train_within`.
+# **Up to the limit.** Where plain dp is enough, a larger micro-batch makes larger matmuls and fewer messages for each
+# sample, so one raises it until memory runs out. (With m = 1 the global batch rises with it.) The next cells do so with
+# one copy of a GPT of six layers. `train_within` trains it in a process of its own, with 80 MiB for its tensors.
 # `peak_bytes` computes the bytes beforehand; lesson 16 derives it, and has the remedies. Here are its first two rows.
 
 # %% tags=["nbval-check-output"]
@@ -902,8 +870,8 @@ for micro_batch in (1, 2):
     print(f"micro-batch {micro_batch}: {peak_mib:.1f} MiB")
 
 # %% [markdown]
-# **Predict.** Micro-batches of 1, 2, 4, 8, 16 and 32 are tried. Which is the last one that trains within 80 MiB? Part of
-# the bytes belongs to the weights, and does not grow.
+# **Predict.** Micro-batches of 1, 2, 4, 8, 16 and 32 are tried. Which is the last one that trains within 80 MiB? Some
+# of the bytes belong to the weights and do not grow.
 
 # %% tags=["predict"]
 last_that_fits = 8  # 7 MiB for each sample, and 14.5 for the rest
@@ -924,21 +892,20 @@ for micro_batch, peak_mib, tried in rows:
     print(f"{micro_batch:11} {peak_mib:13.1f}  {rate}")
 
 # %% [markdown]
-# The bytes grow by the same 6.9 MiB for each sample, and the formula names the row at which the run ends.
-# The rate does not grow here. The rows differ by chance, and another run has its best row elsewhere: 128 tokens keep
-# one core busy. A GPU needs far more of them to be busy (lesson 03), and there the rate rises with the micro-batch at
-# first. So measure both columns, and stop where the rate stops rising: with pp a larger micro-batch also makes a larger
-# bubble. NVIDIA's workshop goes from 2 samples to 4 by its text and to 32 by its script (lesson 20, section 8), on GPUs
-# of 16 GB, and ends as our last row does. Its text also says that the global batch is micro-batch × TP_SIZE; it means
-# dp.
+# The bytes grow by the same 6.9 MiB for each sample, and the formula names the row at which the run ends. The rate
+# grows little here, since 128 tokens already keep one core busy. A GPU needs far more of them (lesson 03), and there
+# the rate rises with the micro-batch at first. So measure both columns, and stop where the rate stops rising: with pp a
+# larger micro-batch also makes a larger bubble. NVIDIA's workshop goes from 2 samples to 4 by its text and to 32 by its
+# script (lesson 20, section 8), on GPUs of 16 GB, and ends as our last row does. Its text also says that the global
+# batch is micro-batch × TP_SIZE; it means dp.
 #
-# **Out of memory on four ranks.** In the hybrid, tensor 2 × pipeline 2, the ranks do not need the same. Take a global
-# batch of 32 as one micro-batch, samples of 128 tokens, hidden size 32, a vocabulary of 65,536 and numbers of 4 bytes.
-# Each rank may allocate 1.5 GB. The job fails after up to two minutes, and its log names the size of the tensor that no
-# longer fits.
+# **Out of memory on four ranks.** In the hybrid, tensor 2 × pipeline 2, the ranks do not need the same memory. Take a
+# global batch of 32 as one micro-batch, samples of 128 tokens, hidden size 32, a vocabulary of 65,536 and numbers of 4
+# bytes. Each rank may allocate 1.5 GB. The job fails after up to two minutes, and its log names the size of the tensor
+# that no longer fits.
 #
-# **Predict.** How many bytes does a rank try to allocate? Think of the largest tensor that a rank makes. The ranks of
-# which stage run out of memory, 0 or 1?
+# **Predict.** How many bytes does a rank try to allocate? Think of the largest tensor that a rank makes. And the ranks
+# of which stage run out of memory, 0 or 1?
 
 # %% tags=["predict"]
 bytes_of_the_tensor = 32 * 128 * (65536 // 2) * 4  # logits of half the vocabulary
@@ -968,17 +935,16 @@ ranks.close()
 lab.close()
 
 # %% [markdown]
-# The largest tensor is that of the **logits**. Only the last stage has the head, and tp cuts it, so that a rank has the
-# logits of its half of the vocabulary: micro-batch · 128 tokens · V/2 numbers. One of them would fit. But the loss has
-# two tensors of this size at once in forward, the logits and their softmax, and three in backward: the softmax that was
-# kept, a corrected copy of it, and the gradient. Which of the requests is refused depends on what else the process
-# holds. With micro-batch 2 each has a sixteenth of the bytes, and the same 32 samples pass in 16 turns.
+# The largest tensor is the **logits**. Only the last stage has the head, and tp shards it, so a rank has the logits of
+# its half of the vocabulary: micro-batch · 128 tokens · V/2 numbers. One such tensor would fit. But the loss has two
+# of this size at once in forward, the logits and their softmax, and three in backward: the softmax that was kept, a
+# corrected copy of it, and the gradient. Which of the requests is refused depends on what else the process holds. With
+# micro-batch 2 each has a sixteenth of the bytes, and the same 32 samples pass in 16 turns.
 #
 # Each rank that has an error of its own says so in a line (`1F0` and `1B0` are forward and backward of micro-batch 0 on
-# stage 1). The others have lost their peers, and their messages, if there are any, are consequences. So search the log for
-# the words of memory, not for the first or the last error. (The twin of a rank that died may be ended before it can
-# speak.) Rank 0 hardly notices, as it is on the first stage. `memory_bytes` in the log is rank 0's alone, so it gives
-# no warning.
+# stage 1). The others have lost their peers, and their messages, if there are any, are consequences. So search the log
+# for the words about memory, not for the first or the last error. Rank 0 is on the first stage, and `memory_bytes` in
+# the log is rank 0's alone, so it gives no warning.
 #
 # | limit | what the log says |
 # |---|---|
@@ -989,15 +955,15 @@ lab.close()
 # `sacct` says FAILED for the first two: to SLURM they are programs that end with an error. The state above is
 # labcode's, which looks for these words in the log.
 #
-# **Takeaway: what does not divide is refused in one line, and what divides badly runs. Compute dp, m, the bubble and
-# the bytes of the last stage before you submit.**
+# **Takeaway: sizes that do not divide are refused in one line, and sizes that divide badly run. Compute dp, m, the
+# bubble and the bytes of the last stage before you submit.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Ask: why does the loss not depend on the micro-batch? (The same samples are added up in another
 # order.)
 
 # %% [markdown]
-# ## 8. From here to GPUs and SLURM (core, 5 min)
+# ## 8. From here to GPUs and SLURM (core, 3 min)
 #
 # | where | start |
 # |---|---|
@@ -1009,35 +975,29 @@ lab.close()
 # Ranks must fill one node after the other, as `srun --distribution=block` and torchrun do. Otherwise `--parallel.order`
 # means nothing.
 #
-# ## Questions (core, 5 min)
+# ## Questions (core, 4 min)
 #
-# **1.** You have 256 GPUs, tp = 8, pp = 4, global batch 1024 and micro-batch 2. What are dp and m, and what is bubble /
-# work?
-#
-# <details><summary>Answer</summary>
-#
-# dp = 256/32 = 8, m = 1024/(8 · 2) = 64, bubble / work = 3/64 = 5 %.
-# </details>
-#
-# **2.** The same job gets 512 GPUs and keeps its batch. What changes?
+# **1.** A job with tp = 8, pp = 4, a global batch of 1024 and micro-batches of 2 gets 512 GPUs instead of 256. What
+# happens to dp, m, bubble / work, and the bytes that a rank sends for its gradients?
 #
 # <details><summary>Answer</summary>
 #
-# dp = 16 and m = 32. The bubble is 3/32 = 9 % of the work. The gradients of a rank have as many bytes as before. In the
-# ring of their all-reduce a rank sends 2 · 15/16 times these bytes, where it was 2 · 7/8 times: 7 % more.
+# dp goes from 256/32 = 8 to 16, m from 1024/(8 · 2) = 64 to 32, and bubble / work from 3/64 = 5 % to 3/32 = 9 %. The
+# gradients of a rank have as many bytes as before. In the ring of their all-reduce a rank sends 2 · 15/16 times these
+# bytes, where it was 2 · 7/8 times: 7 % more.
 # </details>
 #
-# **3.** Two runs of one model on the same GPUs have the same losses, up to rounding, and one takes twice as long for a
+# **2.** Two runs of one model on the same GPUs have the same losses, up to rounding, and one takes twice as long for a
 # step. In which fields of the form (section 1) may they differ, and in which not?
 #
 # <details><summary>Answer</summary>
 #
-# In the order, in the micro-batch, and in tp and pp, with the dp and m that follow from them. These decide who computes
-# what, and when, and what travels on which link. They cannot differ in the global batch, which decides over how many
-# samples a step averages, and so changes the losses.
+# In the order, in the micro-batch, and in tp and pp, with the dp and m that follow from them. These decide which rank
+# computes what, and when, and what travels on which link. They cannot differ in the global batch, which decides over
+# how many samples a step averages, and so changes the losses.
 # </details>
 #
-# **4.** From lesson 12: why does m have to be several times pp?
+# **3.** From lesson 12: why does m have to be several times pp?
 #
 # <details><summary>Answer</summary>
 #
@@ -1053,7 +1013,7 @@ lab.close()
 # | in plain PyTorch | `init_device_mesh`, `parallelize_module`, `fully_shard`, `PipelineStage` | `models.parallelize` |
 # | bytes of tp | for each micro-batch (4 L + 2)/pp all-reduces of act | `perf.traffic`, `comm.counting` |
 # | bytes of pp | for each micro-batch act, twice in the middle | `perf.traffic` |
-# | iteration | (m + pp - 1)(compute + tp + message) + what is left of the gradients | `perf.step.iteration_parts` |
+# | iteration | (m + pp - 1)(compute + tp + message) + what is not hidden of the gradients | `perf.step.iteration_parts` |
 # | gradients with overlap | all-reduce - 2/3 of the last micro-batch's computing, at least 0 | |
 # | FSDP | 1.5 all-reduces in each micro-batch, behind its computing | |
 # | log | tokens/s of all ranks · step_s = global batch · tokens | `train.metrics` |
