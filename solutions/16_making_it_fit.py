@@ -13,9 +13,9 @@
 # %% [markdown]
 # # 16 · Making it fit
 #
-# Sooner or later a training run stops with the words *out of memory*. Often the answer is found by trying: a smaller
-# batch, then a smaller one still. In this lesson you read what the error says, you predict what a step needs before it
-# runs, and you write three techniques that make it need less: a loss in chunks, activation checkpointing, and offload.
+# Sooner or later a training run stops with the words *out of memory*. Most people then try a smaller batch, and a
+# smaller one still. In this lesson you read what the error says, predict what a step needs before it runs, and write
+# three techniques that make it need less: a loss in chunks, activation checkpointing, and offload.
 #
 # ## Goals
 #
@@ -26,7 +26,7 @@
 # - write activation checkpointing as an `autograd.Function`, with dropout;
 # - decide for each operation of a layer whether its output is kept or computed again.
 #
-# **Time**: 180 minutes, and 55 more for what is optional. Good places for a break are after section 3 and after section
+# **Time**: 154 minutes, and 49 more for what is optional. Good places for a break are after section 3 and after section
 # 4; section 5 is the heart of the lesson, and takes a sitting of its own. **Needs**: lesson 10 (section 2), lesson 13
 # (section 1). Lesson 03b explains bfloat16.
 
@@ -39,15 +39,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from labcode.config import GPTConfig
-from labcode.lab import check, compare, plot, show_source
+from labcode.lab import check, compare, plot
 from labcode.models import gpt, layers
 
 os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler is silent about itself
 MIB = 2**20
 
 # %% [markdown]
-# All sections use one small GPT, and one step of training. `measured_peak` lets PyTorch's profiler record every
-# allocation of a tensor, and returns the most bytes that were there at once.
+# All sections use one small GPT and one step of training. `measured_peak` lets PyTorch's profiler record every
+# allocation of a tensor, and returns the most bytes that were allocated at once.
 
 # %%
 from labcode.train.measure import allocated_bytes
@@ -82,11 +82,10 @@ def measured_peak(model, *batches, loss_of=whole_loss):
     return held + allocated_bytes(work, CPU).peak
 
 # %% [markdown]
-# ## 1. The error, and what it does not say (core, 13 min)
+# ## 1. The error, and what it does not say (core, 10 min)
 #
 # On a cluster a process has a memory limit, and here our GPT gets one. `train_within` trains it in a process of its
-# own, and Linux refuses it more memory than `RLIMIT_DATA` allows. macOS has no such limit, so there the run goes
-# through.
+# own, and Linux refuses it more memory than `RLIMIT_DATA` allows. (macOS has no such limit, so there the run succeeds.)
 
 # %%
 from labcode.teach.labs.l16_limited import Settings, show_log, train_within
@@ -96,9 +95,9 @@ print(f"exit status {failed.exit_status}")
 show_log(failed)
 
 # %% [markdown]
-# PyTorch's allocator for the CPU says how many bytes it was **asked for** when there were none left. The folded
-# traceback says which line of the program asked. On a GPU the error says more. This one was posted by a user in public
-# (the source is at the end):
+# PyTorch's allocator for the CPU says how many bytes it was **asked for** when there were none left, and the folded
+# traceback says which line of the program asked. On a GPU the error says more. A user posted this one in public (the
+# source is at the end):
 #
 #     torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 22.78 GiB.
 #     GPU 0 has a total capacity of 31.47 GiB of which 12.73 GiB is free.
@@ -116,9 +115,9 @@ show_log(failed)
 # | allocated by PyTorch | 9.08 | tensors that exist now |
 # | reserved but unallocated | 9.35 | memory that PyTorch keeps for its next tensors |
 #
-# The last row is a cache. Asking CUDA for memory is slow, so PyTorch does not give memory back when a tensor is freed,
-# and hands it to the next tensor. Section 7 shows how this cache can get in the way. The advice in the error concerns
-# this row alone: at best, all of it becomes usable for the new tensor.
+# The last row is a cache. Asking CUDA for memory is slow, so when a tensor is freed PyTorch keeps its memory for the
+# next tensor. Section 7 shows how this cache can get in the way. The advice in the error concerns this row alone: at
+# best, all of it becomes usable for the new tensor.
 #
 # **Predict.** Can the advice help here? Answer "yes" or "no".
 
@@ -135,20 +134,20 @@ compare("can it help", advice_can_help, found, found="computed", options=("yes",
 print(f"at best {at_best_gib:.2f} GiB are free, and {asked_gib:.2f} GiB are asked for")
 
 # %% [markdown]
-# Even if the whole cache were freed, this tensor would not fit, and the error prints its advice whether it applies or
-# not. Do the sum first.
+# Even if the whole cache were freed, this tensor would not fit. The error prints its advice whether it applies or not,
+# so do the sum first.
 #
-# What neither error says is **what fills the rest**. The tensor that was refused may be small: in our log it is one of
-# a few MiB, while 80 MiB are taken. To know what filled the memory, you have to count.
+# Neither error says **what fills the rest**. The tensor that was refused may be small: in our log it has a few MiB,
+# while 80 MiB are taken. To know what filled the memory, you have to count.
 #
-# A run can also end without a Python error: when the whole machine, or the job's share of it, has no memory
-# left, the **OOM killer** of the operating system ends a process with the signal SIGKILL, number 9. A shell and Docker
-# report this as exit status 137, which is 128 + 9; Python's `subprocess` reports -9; SLURM's `sacct` usually shows the
-# state OUT_OF_MEMORY with the exit code 0:125. A common cause is a data loader that reads whole files. The GPU has
-# nothing to do with it.
+# A run can also end without a Python error. When the whole machine, or the job's share of it, has no memory left, the
+# **OOM killer** of the operating system ends a process with the signal SIGKILL, number 9. A shell and Docker report
+# this as exit status 137, which is 128 + 9; Python's `subprocess` reports -9; SLURM's `sacct` usually shows the state
+# OUT_OF_MEMORY with the exit code 0:125. A common cause is a data loader that reads whole files, which has nothing to
+# do with the GPU.
 #
 # On several ranks ask first whether each has a GPU of its own. If all of them took GPU 0, it is full while the others
-# are idle, and no smaller batch is the cure (lesson 07, section 9).
+# are idle, and a smaller batch is no cure (lesson 07, section 9).
 #
 # **Takeaway: the error names the request that failed, not the memory that was used. Add up the fields before you follow
 # the advice.**
@@ -158,12 +157,11 @@ print(f"at best {at_best_gib:.2f} GiB are free, and {asked_gib:.2f} GiB are aske
 # public example run? (A smaller tensor: half the batch or patch. 9.08 GiB are really used.)
 
 # %% [markdown]
-# ## 2. Where the memory goes in a step (core, 35 min)
+# ## 2. Where the memory goes in a step (core, 30 min)
 #
-# What fills the memory? PyTorch can record every allocation. On a GPU `torch.cuda.memory._record_memory_history()` does
-# it (section 7). On the CPU the profiler does, and labcode adds what each allocation is **for**. `list_changes` makes a
-# list of it, one entry for each piece of memory that is taken or given back. Here are ten entries from the beginning
-# of a step with one sample.
+# PyTorch can record every allocation. On a GPU `torch.cuda.memory._record_memory_history()` does it (section 7). On the
+# CPU the profiler does, and labcode adds what each allocation is **for**. `list_changes` returns one entry for each
+# piece of memory that is taken or given back. Here are ten entries from the beginning of a step with one sample.
 
 # %%
 from labcode.teach.labs.l16_memory import list_changes, recorded_step
@@ -177,9 +175,8 @@ for purpose, num_bytes in step_of_one[2:12]:
 # ### Exercise 16.1 · What fills the memory at the peak?
 #
 # Write `at_peak(changes)`. Each entry of the list is (purpose, bytes), and the bytes of what is given back are
-# negative. The list begins with what is there before the step. Return a dict: for each purpose the bytes that are there
-# at the moment when the sum over all purposes is largest. A purpose with 0 bytes at that moment may be left out. About
-# 8 lines.
+# negative. The list begins with what is there before the step. Return a dict: for each purpose the bytes at the moment
+# when the sum over all purposes is largest. A purpose with 0 bytes at that moment may be left out. About 8 lines.
 
 # %% tags=["exercise", "by-hand"]
 def at_peak(changes):
@@ -199,20 +196,20 @@ check("16.1", at_peak)
 
 # %% [markdown]
 # Such a list says what filled the memory of a step that has run. Now we want to know it **before** the step runs.
-# Lesson 13, section 1, has counted what is there all the time. In float32 without master weights it is, for each
-# parameter, 4 bytes of weight and 8 of AdamW's moments, and 4 of gradient once backward has made it. Lesson 10, section
-# 2, has counted the **activations**. It gives 34 bytes for each token and feature of a layer, in 16-bit numbers with
-# dropout, and the tables of attention on top. Our model has no dropout, and its attention is fused and stores no table.
-# Then 16 **numbers** are left: the inputs of the two norms (1 + 1); in attention the input of its first matmul, q, k
-# and v, and the input of its last matmul (1 + 3 + 1); in the MLP the input of its first matmul, the input of GELU and
-# that of its last matmul (1 + 4 + 4). Two more things are needed:
+# Lesson 13, section 1, has counted what is there all the time: in float32 without master weights, each parameter has 4
+# bytes of weight and 8 of AdamW's moments, and 4 of gradient once backward has made it. Lesson 10, section 2, has
+# counted the **activations**: 34 bytes for each token and feature of a layer, in 16-bit numbers with dropout, and the
+# scores of attention on top. Our model has no dropout, and its attention is fused and stores no scores. Then 16
+# **numbers** are left: the inputs of the two norms (1 + 1); in attention the input of its first matmul, q, k and v, and
+# the input of its last matmul (1 + 3 + 1); in the MLP the input of its first matmul, the input of GELU and that of its
+# last matmul (1 + 4 + 4). Two more things are needed:
 #
 # - **logits**: for each token one number for every entry of the vocabulary, in float32. The loss keeps the log-softmax,
 #   which is as large, and its backward makes two more tensors of this size: three in all;
-# - **temporary** tensors, which live for a few operations. We leave them out of the formula, and see below how much
+# - **temporary** tensors, which live for a few operations. We leave them out of the formula, and see below how large
 #   they are.
 #
-# When is the most memory needed? During forward activations grow. During backward they go away, and gradients come in
+# When is the most memory needed? During forward activations grow. During backward they are freed, and gradients take
 # their place. There are two moments to look at:
 #
 # 1. **the loss's backward begins**: all activations, three times the logits, and no gradient of a weight yet;
@@ -272,8 +269,8 @@ for purpose, num_bytes in l16_by_hand.at_peak(list_changes(timeline)).items():
 
 # %% [markdown]
 # The log-softmax is among the activations, and the two tensors of the loss's backward are temporary. No gradient of a
-# weight is there yet. Three parts and one maximum come close. The formula `training_moments` of labcode follows a step
-# more closely, with six moments and all temporary tensors. Here is the same step by that formula.
+# weight is there yet. So three parts and one maximum come close. labcode's `training_moments` follows a step more
+# closely, with six moments and all temporary tensors. Here is the same step by that formula.
 
 # %% tags=["figure"]
 from labcode.perf.training_memory import training_moments
@@ -286,14 +283,10 @@ for moment in training_moments(CONFIG, micro_batch=16, data_parallel="none"):
 plot.bars(by_moment, caption="16.moments")
 
 # %% [markdown]
-# The moment *gradients complete* has a little more than the 4 W = 19.4 MiB of our second moment. The rest is temporary:
-# the gradient of the first layer's input, and a second gradient for the embedding, whose weight is also that of the
-# head.
-#
 # A wrapper for data parallelism may take more. PyTorch's DDP copies gradients into **buckets** (lesson 05, section 1),
-# which stay there from step to step: one more W at every moment, the peak included.
-# `DistributedDataParallel(model, gradient_as_bucket_view=True)` lets the gradients live in the buckets: one W in place
-# of two, and it stays from step to step.
+# which stay there from step to step: one more W at every moment, the peak included. With
+# `DistributedDataParallel(model, gradient_as_bucket_view=True)` the gradients live in the buckets, so it is one W
+# instead of two.
 #
 # The recording can be drawn over time, too.
 
@@ -301,8 +294,8 @@ plot.bars(by_moment, caption="16.moments")
 plot.memory_timeline(timeline, caption="16.timeline")
 
 # %% [markdown]
-# The mountain is highest where forward ends and backward begins. The gradients, in green, begin to grow only then, and
-# they are complete when all activations are gone.
+# Memory is highest where forward ends and backward begins. The gradients, in green, begin to grow only then, and they
+# are complete when all activations are gone.
 #
 # The 3 V are right for `whole_loss` above, which gives the logits no name. The usual loop is
 #
@@ -312,11 +305,7 @@ plot.memory_timeline(timeline, caption="16.timeline")
 # loss.backward()
 # ```
 #
-# **Predict.** The loss keeps the log-softmax and does not need the logits any more, but the name `logits` keeps them
-# alive. How many MiB more does this loop need at its peak?
-
-# %% tags=["predict"]
-more_mib = 4
+# The loss keeps the log-softmax and does not need the logits any more, but the name `logits` keeps them alive.
 
 # %%
 model = new_model()
@@ -335,14 +324,14 @@ def with_a_name():
 
 with_it = allocated_bytes(with_a_name, CPU).peak
 extra = with_it - allocated_bytes(without_a_name, CPU).peak
-compare("more with a name", more_mib, extra / MIB, unit="MiB", within=1.05)
+print(f"{extra / MIB:.1f} MiB more with a name")
 
 # %% [markdown]
-# It is a fourth V. A `del logits` before `backward` saves it. With a large vocabulary this one line is worth gigabytes.
-
-# %% [markdown]
-# **Takeaway: the peak is 3 W and the larger of two moments. With many tokens it is the moment when the loss's backward
-# begins, and activations are most of it.**
+# It is a fourth V, which `del logits` before `backward` saves. With a large vocabulary this one line is worth
+# gigabytes.
+#
+# **Takeaway: the peak is 3 W plus the larger of two moments. With many tokens that is the moment when the loss's
+# backward begins, and activations are most of it.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* In 16.1 people take the most of each purpose by itself, or keep the dict and not a copy of it.
@@ -351,9 +340,9 @@ compare("more with a name", more_mib, extra / MIB, unit="MiB", within=1.05)
 # for 768 features.)
 
 # %% [markdown]
-# ## 3. A smaller micro-batch (core, 8 min)
+# ## 3. A smaller micro-batch (core, 7 min)
 #
-# Divide the micro-batch by m, and run m of them one after the other. Their gradients are added up, and then the
+# Divide the micro-batch by m and run m of them one after the other. Their gradients are accumulated, and then the
 # optimizer steps once. The mean gradient is the same, so the training is the same (lesson 04, section 4).
 #
 # **Predict.** With one micro-batch of 16 samples our step has W = 4.9, A = 96 and V = 4 MiB. What is the peak with 16 =
@@ -383,9 +372,9 @@ fitting = train_within(CONFIG, four_times_four, room_bytes=80 * MIB)
 print(f"exit status {fitting.exit_status}")
 
 # %% [markdown]
-# It does. What does it cost in time? The matmuls take the same number of FLOPs in all. But each micro-batch launches
-# all operations again, and on a GPU a small matmul may no longer fill the device. Accumulation has a limit, too: at one
-# sample nothing is left to divide, and with a long sequence one sample may be too large.
+# It does. What does it cost in time? The matmuls take the same number of FLOPs in all, but each micro-batch launches
+# all operations again, and on a GPU a small matmul may no longer fill the device. Accumulation also has a limit: one
+# sample cannot be divided, and with a long sequence one sample may be too large.
 #
 # **Takeaway: accumulation divides activations and logits by m, at the price of W more bytes of gradients at the peak
 # and of smaller matmuls. It is the first thing to try, and it ends at one sample.**
@@ -395,29 +384,30 @@ print(f"exit status {fitting.exit_status}")
 # from 1 to 2 micro-batches not halve even the part beyond 3 W? (The gradients come on top at the moment of the peak.)
 
 # %% [markdown]
-# ## 4. The loss in chunks (core, 43 min)
+# ## 4. The loss in chunks (core, 36 min)
 #
 # Today's vocabularies have 100,000 to 260,000 entries. With 128,000 of them, 8,192 tokens have logits of 4.2 GB, and
-# the loss needs them three times. They are not inside a layer, so nothing that saves activations of layers helps.
+# the loss needs three tensors of that size. They are not inside a layer, so nothing that saves activations of layers
+# helps.
 #
-# But nobody needs all logits at once. The loss is a mean over tokens, and so are its gradients. Take n chunks of
-# tokens, and for each of them compute the logits, add to the loss, **compute the gradients at once**, and let the
-# logits go. What stays are the gradients of what goes into the head: one tensor as large as its input, and one as large
-# as its weight.
+# But the logits are not all needed at once. The loss is a mean over tokens, and so are its gradients. Split the tokens
+# into n chunks, and for each chunk compute the logits, add to the loss, **compute the gradients right away**, and free
+# the logits. What stays are two gradients: one as large as the head's input, and one as large as its weight.
 #
 # The gradient is simple. Let p be the softmax of the logits of a token, and y its target. The derivative of its
-# cross-entropy -log p_y by logit j is p_j, and p_j - 1 for j = y. The mean divides by the number of **all** tokens, T:
+# cross-entropy -log p_y with respect to logit j is p_j, and p_j - 1 for j = y. The mean divides by the number of
+# **all** tokens, T:
 #
 # $$\frac{\partial\,\text{loss}}{\partial\,\text{logits}} = \frac{p - \text{onehot}(y)}{T}, \qquad
 # \text{logits} = h\,U^{\mathsf T}$$
 #
-# Here onehot(y) is 1 at the target and 0 elsewhere, h is [T, H], the input of the head, and U is [vocabulary, H], its
-# weight. From the gradient G of the logits follow that of h, which is G U, and that of U, which is Gᵀ h. For example,
-# two entries with p = (0.7, 0.3), y = 0 and T = 10 give G = (-0.03, 0.03).
+# Here onehot(y) is 1 at the target and 0 elsewhere, h of shape [T, H] is the input of the head, and U of shape
+# [vocabulary, H] is its weight. With G for the gradient of the logits, the gradient of h is G U, and that of U is Gᵀ h.
+# For example, two entries with p = (0.7, 0.3), y = 0 and T = 10 give G = (-0.03, 0.03).
 #
 # **Predict.** We give our model a vocabulary of 8,192 entries. Then W = 8.6, A = 96 and V = 64 MiB. What is the peak,
-# in MiB, as before, and with 16 chunks? (With chunks, two tensors as large as the logits of one chunk exist at once.
-# Add one more tensor of 4 MiB, the gradient of the head's weight, which now exists this early.)
+# in MiB, without chunks and with 16 of them? With chunks, two tensors as large as the logits of one chunk exist at
+# once, and there is one more tensor of 4 MiB, the gradient of the head's weight, which now exists this early.
 
 # %% tags=["predict"]
 all_logits_mib = 3 * 8.6 + 96 + 3 * 64
@@ -432,10 +422,10 @@ in_chunks_mib = 3 * 8.6 + 96 + 2 * 64 / 16 + 4
 # - `forward` runs with autograd switched off. Go through the chunks: `hidden.chunk(num_chunks)` gives views of the
 #   rows, and the last chunk may be shorter. Compute both gradients by the formulas above and keep them with
 #   `ctx.save_for_backward`.
-# - `backward` gets the gradient of the loss, one number: people multiply their loss, or divide it. Return one gradient
-#   for each argument of forward but `ctx`, and `None` for what has none.
+# - `backward` gets the gradient of the loss, one number, which is not 1 if the loss is scaled later. Return one
+#   gradient for each argument of forward but `ctx`, and `None` for those that have no gradient.
 #
-# About 18 lines. `F.cross_entropy(logits, targets, reduction="sum")` adds up over the rows. (`F.one_hot` makes whole
+# About 18 lines. `F.cross_entropy(logits, targets, reduction="sum")` sums over the rows. (`F.one_hot` makes whole
 # numbers of 8 bytes, twice as many bytes as the logits have. It is enough to subtract 1 at the targets.)
 
 # %% tags=["exercise", "by-hand"]
@@ -478,9 +468,7 @@ class LossInChunks(torch.autograd.Function):
 check("16.2", LossInChunks)
 
 # %% [markdown]
-# Here the whole step is measured, with labcode's version of your Function. A second function does it with PyTorch's own
-# `checkpoint`, which section 5 explains: it forgets the logits of a chunk after forward, and computes them once more in
-# backward.
+# Here is the whole step, measured with labcode's version of your Function.
 
 # %%
 from dataclasses import replace
@@ -500,46 +488,17 @@ def loss_in_chunks(model, tokens):
     targets = tokens[:, 1:].flatten()
     return l16_by_hand.LossInChunks.apply(hidden, model.head.weight, targets, 16)
 
-def loss_again_in_chunks(model, tokens):
-    hidden = input_of_the_head(model, tokens[:, :-1])
-    targets = tokens[:, 1:].flatten()
-    def of_a_chunk(part, wanted):
-        logits = part @ model.head.weight.T
-        return nn.functional.cross_entropy(logits, wanted, reduction="sum")
-    loss = 0.0
-    for part, wanted in zip(hidden.chunk(16), targets.chunk(16)):
-        loss = loss + checkpoint(of_a_chunk, part, wanted, use_reentrant=False)
-    return loss / len(targets)
-
 whole = measured_peak(new_model(LARGE), 16) / MIB
 chunked = measured_peak(new_model(LARGE), 16, loss_of=loss_in_chunks) / MIB
-again = measured_peak(new_model(LARGE), 16, loss_of=loss_again_in_chunks) / MIB
 compare("all logits", all_logits_mib, whole, unit="MiB", within=1.05)
 compare("16 chunks", in_chunks_mib, chunked, unit="MiB", within=1.1)
-print(f"16 chunks with checkpoint: {again:.0f} MiB")
 
 # %% [markdown]
-# The gradient is that of the plain loss, up to rounding:
-
-# %% tags=["nbval-check-output"]
-gradients = {}
-for loss_of in (whole_loss, loss_in_chunks, loss_again_in_chunks):
-    torch.manual_seed(0)
-    model = new_model(LARGE)
-    loss_of(model, torch.randint(8192, (2, 129))).backward()
-    gradients[loss_of.__name__] = model.embed.weight.grad
-
-plain = gradients["whole_loss"]
-for name, gradient in gradients.items():
-    off = (gradient - plain).norm() / plain.norm()
-    print(f"{name:<22} {'the same' if off < 1e-5 else 'another one'}")
-
-# %% [markdown]
-# The logits have gone from the peak; what we did not count are a few temporary tensors. The form with `checkpoint`
-# needs no Function at all, and multiplies by the head's weight once more.
+# The logits have gone from the peak; what we did not count are a few temporary tensors.
 #
-# Since version 2.13 PyTorch has your Function itself: `linear_cross_entropy` takes the head's input and weight in place
-# of logits. With `options` it goes through the rows in chunks, and makes the gradients in forward, as you do.
+# Since version 2.13 PyTorch has your Function itself: `linear_cross_entropy` takes the head's input and weight instead
+# of logits. With `options` it goes through the rows in chunks, and computes the gradients in forward, as you do. The
+# next cell also compares the gradients of both with that of the plain loss.
 
 # %%
 def loss_of_pytorch(model, tokens):
@@ -550,21 +509,29 @@ def loss_of_pytorch(model, tokens):
         hidden, model.head.weight, targets, options=options
     )
 
-if hasattr(nn, "LinearCrossEntropyOptions"):
-    by_pytorch = measured_peak(new_model(LARGE), 16, loss_of=loss_of_pytorch) / MIB
+def gradient_by(loss_of):
     torch.manual_seed(0)
     model = new_model(LARGE)
-    loss_of_pytorch(model, torch.randint(8192, (2, 129))).backward()
-    off = (model.embed.weight.grad - plain).norm() / plain.norm()
-    print(f"peak: {by_pytorch:.0f} MiB by PyTorch, {chunked:.0f} MiB by LossInChunks")
-    print(f"gradient: {'the same' if off < 1e-5 else 'another one'}")
+    loss_of(model, torch.randint(8192, (2, 129))).backward()
+    return model.embed.weight.grad
+
+ways = [loss_in_chunks]
+if hasattr(nn, "LinearCrossEntropyOptions"):
+    ways.append(loss_of_pytorch)
 else:
     print(f"linear_cross_entropy needs PyTorch 2.13; this is {torch.__version__}")
+plain = gradient_by(whole_loss)
+for loss_of in ways:
+    peak = measured_peak(new_model(LARGE), 16, loss_of=loss_of) / MIB
+    off = (gradient_by(loss_of) - plain).norm() / plain.norm()
+    same = "the same" if off < 1e-5 else "another one"
+    print(f"{loss_of.__name__:<16} peak {peak:.0f} MiB, gradient {same}")
 
 # %% [markdown]
-# The gradient is the same. PyTorch's version takes a little less, because it reuses the memory of one chunk for the
-# next and computes the softmax in place. Its backward works in place as well, so it can run only once (the option
-# `allow_retain_graph=True` changes that). The Liger Kernel (Hsu et al. 2024) is the same idea, written for GPUs.
+# The gradients are the same, up to rounding. PyTorch's version takes a little less, because it reuses the memory of one
+# chunk for the next and computes the softmax in place. Its backward works in place as well, so it can run only once
+# (the option `allow_retain_graph=True` changes that). The Liger Kernel (Hsu et al. 2024) is the same idea, written for
+# GPUs.
 #
 # **Takeaway: a mean over tokens needs no tensor over all tokens. With a large vocabulary, look at the loss before you
 # look at the layers.**
@@ -575,24 +542,25 @@ else:
 # that the logits of one chunk no longer matter; beyond that the matmuls only get smaller.)
 
 # %% [markdown]
-# ## 5. Activation checkpointing (core, 62 min)
+# ## 5. Activation checkpointing (core, 58 min)
 #
-# Backward of a layer needs what its forward computed. We may throw that away and compute it **again** when backward
-# comes to the layer. All we have to keep is the layer's input.
+# Backward of a layer needs what its forward computed. We may discard that and compute it **again** when backward
+# reaches the layer. All we have to keep is the layer's input.
 #
 # The picture shows a step of three layers. The boxes say what runs: F1 is the forward of layer 1, B1 its backward,
-# which takes twice as long. Below them stands what is kept at that time, in numbers for each token and feature. A layer
+# which takes twice as long. Below them is what is kept at that time, in numbers for each token and feature. A layer
 # keeps 16 of them (section 2), and its input is one of the 16.
 
 # %% tags=["figure"]
 plot.activation_checkpointing(num_layers=3, caption="16.checkpointing")
 
 # %% [markdown]
-# In the lower row nothing but three inputs is left when forward ends. Then F3 runs once more, now keeping everything,
-# and B3 uses it. After B3 what layer 3 kept is freed, and F2 is next. Only one layer's activations are ever complete.
+# In the lower row only three inputs are left when forward ends. Then F3 runs once more, now keeping everything, and B3
+# uses it. After B3 the activations of layer 3 are freed, and F2 is next. Only one layer has all its activations at a
+# time.
 #
 # **Bytes.** L layers keep 16 L numbers without checkpointing. With it they keep L inputs, and 15 more for the inside of
-# the one layer that is being repeated: L + 15. For example, with L = 24: 384 against 39.
+# the one layer that is being recomputed: L + 15. For example, with L = 24 that is 39 instead of 384.
 #
 # **Time.** Backward takes two matmuls where forward takes one, so the layers' FLOPs are 1 + 2 = 3 units. One more
 # forward makes 4, a factor of 4/3.
@@ -652,10 +620,8 @@ repeated = with_checkpointing(model, use_reentrant=True)
 compare("kept with", kept_with, kept_at_worst(repeated, blocks), within=1.05)
 
 # %% [markdown]
-# (`use_reentrant=True` is the older of two forms, in which our counter sees the second run as well. Both keep the
-# same.)
-#
-# The FLOPs can be counted, too.
+# Here `use_reentrant=True`, the older of two forms, lets our counter see the second run; both forms keep the same. The
+# FLOPs can be counted, too.
 
 # %%
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -684,42 +650,28 @@ compare("second forward whole", flops_whole, whole, within=1.05, found="counted"
 compare("stops early", flops_early, early, within=1.05, found="counted")
 
 # %% [markdown]
-# Both are a little below the prediction, because the head is not repeated. And the time?
-
-# %%
-from functools import partial
-
-from labcode.teach.labs.l03_step import median_s
-
-took_s = median_s({
-    "plain": partial(forward_and_backward, plain),
-    "checkpointed": partial(forward_and_backward, repeated),
-}, rounds=7)
-print(f"{took_s['checkpointed'] / took_s['plain']:.2f} times as long")
-
-# %% [markdown]
-# The time follows the FLOPs only roughly, because norms, GELU and attention are recomputed as well and are not among
-# the matmuls that were counted. In matmul FLOPs the factor is at most 4/3, and less with the early stop. In time it may
-# be more, so measure.
+# Both are a little below the prediction, because the head is not repeated. The time follows the FLOPs only roughly,
+# since norms, GELU and attention are recomputed as well and are not among the matmuls that were counted. The table at
+# the end of this section has the time.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 16.3 · Write it
 #
-# Write checkpointing as an autograd Function, used as `Checkpoint.apply(block, *inputs)`. Its `forward` runs with
-# autograd switched off; that is what a Function does. `block` is any callable, the inputs are tensors, and it returns
-# one tensor.
+# Write checkpointing as an autograd Function, used as `Checkpoint.apply(block, *inputs)`. As in every Function, its
+# `forward` runs with autograd switched off. `block` is any callable that takes the inputs, which are tensors, and
+# returns one tensor.
 #
 # - `forward`: keep the inputs with `ctx.save_for_backward(*inputs)`, the block, and the state of the random numbers,
 #   `torch.get_rng_state()`. Return the output.
 # - `backward`: for each input make a copy without history, `x.detach().requires_grad_(x.requires_grad)`. Run the
-#   block again under `torch.enable_grad()`, with the random numbers of the first run, so that dropout drops the same.
-#   Afterwards the generator must be in the state that it had before the second run.
+#   block again under `torch.enable_grad()`, with the random numbers of the first run, so that dropout drops the same
+#   elements. Afterwards the generator must be in the state that it had before the second run.
 # - `torch.autograd.backward(output, grad)` then fills the `.grad` of the copies and adds to the `.grad` of the block's
-#   parameters, as a backward does.
+#   parameters.
 # - Return one gradient for each argument of forward but `ctx`: `None` for the block, and for an input that needs none.
 #
-# (Autograd calls `backward` only if at least one of the inputs needs a gradient. In the check one always does.) About
-# 20 lines.
+# About 15 lines. (Autograd calls `backward` only if at least one of the inputs needs a gradient. In the check one
+# always does.)
 
 # %% tags=["exercise"]
 class Checkpoint(torch.autograd.Function):
@@ -754,13 +706,13 @@ check("16.3", Checkpoint)
 
 # %% [markdown]
 # Two things are missing for use on a real model, and PyTorch's `checkpoint` has them. On a **GPU** dropout draws from
-# the generator of that GPU, and `torch.get_rng_state()` is that of the CPU alone: the second run would drop other
-# numbers, and nobody would notice. `torch.cuda.get_rng_state()` has to be kept as well. And under **autocast** (lesson
-# 03b, section 4) `backward` usually runs outside of the `with` block: the second run would compute in float32 what the
-# first one computed in bfloat16. So the state of autocast has to be kept and switched on again. (For a Function,
+# the generator of that GPU, while `torch.get_rng_state()` is that of the CPU alone: the second run would drop other
+# elements, without any error. `torch.cuda.get_rng_state()` has to be kept as well. And under **autocast** (lesson 03b,
+# section 4) `backward` usually runs outside of the `with` block, so the second run would compute in float32 what the
+# first one computed in bfloat16. The state of autocast has to be kept and restored, too. (For a Function,
 # `torch.amp.custom_fwd` and `torch.amp.custom_bwd` do that.)
 #
-# Here are three ways through the same step, measured: plain, with checkpointing around each layer, and with the four
+# Here is the memory of the same step in three ways: plain, with checkpointing around each layer, and with the four
 # micro-batches of section 3.
 
 # %% tags=["figure"]
@@ -774,16 +726,16 @@ steps = {
 plot.memory_timeline(steps, caption="16.three_ways")
 
 # %% [markdown]
-# (In the lowest picture F is forward, B backward and O the optimizer.) With checkpointing the peak is a third of what
-# it was. Forward leaves a low line of layer inputs behind. In backward you see one tooth for each of the six layers,
-# from the last to the first: that layer is computed again. It is drawn as temporary, because it is gone a moment later.
-# Accumulation has four mountains of a quarter of the height, and from the second one on they stand on the gradients.
-# The two can be combined.
+# (In the lowest panel F is forward, B backward and O the optimizer.) With checkpointing the peak is a third of what it
+# was. Forward leaves only the layers' inputs. In backward there is one tooth for each of the six layers, from the last
+# to the first, where that layer is computed again; it is drawn as temporary, because it is freed a moment later.
+# Accumulation has four peaks with a quarter of the activations, and from the second one on the gradients lie below
+# them. The two can be combined.
 #
-# PyTorch has both forms of checkpointing. `checkpoint(block, *inputs, use_reentrant=True)` is the one that you wrote: a
-# Function whose backward starts another backward. `use_reentrant=False` works with **hooks on saved tensors**, which
-# section 6 is about. This form can stop the second forward early, works when no input needs a gradient, and lets
-# `torch.autograd.grad` through. It is the one to use.
+# PyTorch has two forms of checkpointing. `checkpoint(block, *inputs, use_reentrant=True)` is the one that you wrote: a
+# Function whose backward starts another backward. `use_reentrant=False` works with **hooks on saved tensors**, the
+# subject of section 6. This form can stop the second forward early, works when no input needs a gradient, and supports
+# `torch.autograd.grad`. It is the one to use.
 #
 # What if someone changes an input **in place** after the block has used it? Then the second run would compute something
 # else. Tensors that are kept with `save_for_backward` have a version number, and autograd compares it. The next cell
@@ -807,26 +759,27 @@ def gradient_after_a_change(run):
 gradient_after_a_change(lambda x: checkpoint(sine, x, use_reentrant=False))
 
 # %% [markdown]
-# The older form refuses it as well. Your Function does, too, as long as it keeps its inputs with `save_for_backward`. A
-# tensor that is kept as an attribute of `ctx` has no version number to compare: the gradients would be wrong without
-# any error, and that is why the check refuses it.
+# The older form refuses it as well, and so does your Function, as long as it keeps its inputs with `save_for_backward`.
+# A tensor that is kept as an attribute of `ctx` has no version number to compare: the gradients would be wrong without
+# any error, which is why the check refuses it.
 #
-# **Not every layer.** We may put k layers into a segment, and keep the input of each segment only. Then L/k inputs are
-# kept, and in backward one segment of k layers is whole at once:
+# **Not every layer.** We may put k layers into a segment and keep only the input of each segment. Then L/k inputs are
+# kept, and in backward all activations of one segment of k layers exist at once:
 #
 # $$\lceil L/k \rceil \cdot \text{input} + k \cdot \text{layer}$$
 #
-# (The input of the segment that is whole is counted twice here; it is small.) If input and layer took the same, the sum
-# L/k + k would be smallest at k = √L: this is the square-root rule of Chen et al. (2016). A transformer layer keeps 16
-# times its input, so its best k is near √(L/16): one layer in a segment, for up to 33 layers.
+# If input and layer had the same size, the sum L/k + k would be smallest at k = √L: this is the square-root rule of
+# Chen et al. (2016). A transformer layer keeps 16 times its input, so its best k is near √(L/16): one layer in a
+# segment, for up to 33 layers.
 #
-# **Not every operation.** Inside a layer, cheap operations and expensive ones alike are computed again. PyTorch can
-# decide that for each operation, by a **policy**: a function that it calls with every operation of the first forward,
-# and that says whether its output is kept. `op` is the operation's name in ATen, PyTorch's library of operations.
-# Here is a policy that keeps no output and notes what it was asked.
+# **Not every operation.** Inside a layer, cheap operations are recomputed along with expensive ones. PyTorch can decide
+# for each operation, by a **policy**: a function that it calls with every operation of the first forward, and that says
+# whether its output is kept. `op` is the operation's name in ATen, PyTorch's library of operations. Here is a policy
+# that keeps no output and counts the operations.
 
 # %%
 from collections import Counter
+from functools import partial
 
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -851,14 +804,14 @@ for name, times in asked.items():
 
 # %% [markdown]
 # The four `addmm` are the matmuls with a weight and a bias: `qkv`, `proj`, `up` and `down`. (A `Linear` without a bias
-# is an `mm`.) Most of the others, such as `view` and `transpose`, only look at the same memory in another way. Norms,
-# GELU and the two sums take a few FLOPs for each number that they make. A matmul takes two for each feature of its
-# input, and attention four for each token that it attends to: hundreds or thousands. So one keeps the outputs of the
-# matmuls and of attention, and recomputes the others.
+# is an `mm`.) Most of the others, such as `view` and `transpose`, only view the same memory in another way. Norms, GELU
+# and the two sums take a few FLOPs for each number that they compute. A matmul takes two for each feature of its input,
+# and attention four for each token that it attends to: hundreds or thousands. So one keeps the outputs of the matmuls
+# and of attention, and recomputes the others.
 #
 # **Predict.** Without checkpointing a layer keeps 16 numbers for each token and feature. How many does it keep when
-# these five outputs are kept, together with the layer's input? And by what factor does checkpointing multiply the
-# matmul FLOPs of the step?
+# only these five outputs and the layer's input are kept? And by what factor does checkpointing multiply the matmul
+# FLOPs of the step?
 
 # %% tags=["predict"]
 kept_by_operation = 1 + 3 + 1 + 1 + 4 + 1
@@ -891,15 +844,14 @@ compare("kept by a layer", kept_by_operation, found, within=1.05)
 compare("FLOPs", flops_by_operation, flops, within=1.05, found="counted")
 
 # %% [markdown]
-# No matmul runs twice. The outputs of the two norms and of GELU, 1 + 1 + 4 numbers, are not kept any more, and
-# the second norm's input is computed again from the output of `proj`. That would leave 10 of the 16 numbers, and we
-# find 11.
+# No matmul runs twice. The outputs of the two norms and of GELU, 1 + 1 + 4 numbers, are no longer kept, and the second
+# norm's input is recomputed from the output of `proj`. That would leave 10 of the 16 numbers, and we find 11.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 16.4 · A policy
 #
-# So one of the five outputs is kept for nothing: backward never asks for it. Write the policy that keeps the other
-# four. Then a layer keeps 10 numbers, and still neither a matmul nor attention runs twice.
+# So one of the five outputs is kept in vain: backward never needs it. Write the policy that keeps the other four. Then
+# a layer keeps 10 numbers, and still neither a matmul nor attention runs twice.
 #
 # - `args` are the arguments of the operation: (bias, input, weight) for `addmm` and (input, weight) for `mm`. The
 #   weight is already transposed here: its shape is [features of the input, features of the output].
@@ -931,25 +883,26 @@ def policy(ctx, op, *args, **kwargs):
 check("16.4", policy)
 
 # %% [markdown]
-# It is the output of `down`: added to the residual stream it is the next layer's input, and nothing else reads it.
-# `checkpoint` stops the second forward before it.
+# It is the output of `down`, which is added to the residual stream and which no other operation reads. `checkpoint`
+# stops the second forward before it.
 #
-# torchtitan, PyTorch's own program for pre-training large models, checkpoints **by operation** unless one says
-# otherwise (class `SelectiveAC`, August 2026). It keeps the outputs of attention, of products and of some collectives,
-# which would otherwise be sent a second time. But it keeps nothing of every second matmul and recomputes it. Here is
-# this rule, and all variants of our step side by side.
+# torchtitan, PyTorch's own program for pre-training large models, checkpoints **by operation** by default (class
+# `SelectiveAC`, August 2026). It keeps the outputs of attention, of matmuls and of some collectives, which would
+# otherwise communicate a second time. But of the matmuls it recomputes every second one. Here is this rule, and all
+# variants of our step side by side.
 
 # %%
 from labcode.teach.labs import l16_by_hand
+from labcode.teach.labs.l03_step import median_s
 
 
-def every_second_product():
-    """torchtitan's rule, for one layer; it counts products with a bias as well."""
-    products = []
+def every_second_matmul():
+    """torchtitan's rule, for one layer; it counts matmuls with a bias as well."""
+    matmuls = []
     def rule(ctx, op, *args, **kwargs):
         if op in (aten.mm.default, aten.addmm.default):
-            products.append(op)
-            if len(products) % 2 == 0:
+            matmuls.append(op)
+            if len(matmuls) % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
         if op in EXPENSIVE:
             return CheckpointPolicy.MUST_SAVE
@@ -958,12 +911,12 @@ def every_second_product():
 
 ways = {
     "no checkpointing": new_model(),
-    "products and attention": by_list,
+    "matmuls and attention": by_list,
     "the same without `down`": with_checkpointing(
         new_model(), context_fn=by_policy(l16_by_hand.policy)
     ),
-    "every second product": with_checkpointing(
-        new_model(), context_fn=every_second_product
+    "every second matmul": with_checkpointing(
+        new_model(), context_fn=every_second_matmul
     ),
     "full": with_checkpointing(new_model()),
 }
@@ -982,14 +935,14 @@ for name, model in ways.items():
 # layer, `proj`, runs twice. Even where no matmul runs twice the step takes longer than without checkpointing, because
 # norms and GELU do run twice and PyTorch calls the policy, which is Python, for each operation.
 #
-# With `torch.compile` the compiler takes the decision. It can also choose the operations itself, for a budget:
+# With `torch.compile` the compiler can choose the operations itself, for a budget:
 # `torch._functorch.config.activation_memory_budget = 0.5` keeps half of the bytes that it would keep otherwise, and
-# computes as little as possible again. (Our six layers then keep 8.0 numbers: measured with PyTorch 2.13 on a CPU,
-# November 2026. Compiling takes 10 to 20 s, so no cell does it here.)
+# recomputes as little as possible. (Our six layers then keep 8.0 numbers: measured with PyTorch 2.13 on a CPU, November
+# 2026. Compiling takes 10 to 20 s, so no cell does it here.)
 #
-# The word *selective* has an older meaning. Korthikanti et al. (2022) repeat the core of attention alone, with its
-# tables of scores: for GPT-3 this saves 70 % of the activations for 2.7 % more FLOPs. labcode's `selective` is of this
-# kind. A fused attention does just that inside its kernel, so beside it this kind gains nothing.
+# The word *selective* has an older meaning. Korthikanti et al. (2022) recompute only the core of attention, with its
+# scores: for GPT-3 this saves 70 % of the activations for 2.7 % more FLOPs. labcode's `selective` is of this kind. A
+# fused attention does the same inside its kernel, so there it gains nothing.
 #
 # **Takeaway: keep the layers' inputs and recompute the rest: L + 15 numbers instead of 16 L, for about 4/3 of the time.
 # By operation, 10 of a layer's 16 numbers stay, and no matmul is recomputed. Restore the state of the random numbers,
@@ -1002,36 +955,35 @@ for name, model in ways.items():
 # `torch.autograd.backward` adds them to `.grad` directly.) And: what does DDP's hook see? (The same accumulation.)
 #
 # In 16.4 people compare the weight with [512, 128], which is right for this model alone. Ask: what would be kept of a
-# layer with SwiGLU? (Two products in place of `up`, and again not the last one.)
+# layer with SwiGLU? (Two matmuls instead of `up`, and again not the last one.)
 
 # %% [markdown]
-# ## 6. Offload: activations kept elsewhere (optional, 30 min)
+# ## 6. Offload: activations kept elsewhere (optional, 26 min)
 #
 # What backward needs may also be **moved** out of the device's memory and fetched back: from a GPU to the memory of its
 # host. It costs a transfer each way instead of a second forward. The link is usually PCIe with 16 lanes, which carries
-# 31.5 GB/s each way in its generation 4 (A100) and 63 GB/s in generation 5 (H100). A copy gets about four fifths of
-# that: NVIDIA's `nvbandwidth` measured 25 GB/s on an A100, out as well as back (the sources are at the end). So count
-# with 25 and 50 GB/s, and measure your own machine. On an H100 10 GB then take 0.2 s out and 0.2 s back. With luck they
-# hide behind computing.
+# 31.5 GB/s each way in generation 4 (A100) and 63 GB/s in generation 5 (H100). A copy gets about four fifths of that:
+# NVIDIA's `nvbandwidth` measured 25 GB/s on an A100 in each direction (the sources are at the end). So count with 25
+# and 50 GB/s, and measure your own machine. On an H100 10 GB then take 0.2 s out and 0.2 s back, which may hide behind
+# computing.
 #
 # Autograd has a place for this. `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` is a context manager. In it
 # autograd calls `pack(tensor)` for each tensor that an operation saves, and keeps what `pack` returns **instead of**
 # the tensor. When backward needs it, `unpack` gets what `pack` has returned, and has to return the tensor.
 #
-# We have no GPU here. So our device is the process with its memory, and the place elsewhere is the disk: `pack` writes
-# a file and returns its path, and the profiler can measure what is left in memory.
-# (DeepSpeed's ZeRO-Infinity goes as far as the disk, too.)
-#
-# Weights are saved for backward as well, but they stay in memory anyway, so there is no point in moving them.
+# Here we have no GPU, so our device is the process with its memory, and the place elsewhere is the disk: `pack` writes
+# a file and returns its path, and the profiler can measure what is left in memory. (DeepSpeed's ZeRO-Infinity goes as
+# far as the disk, too.) Weights are saved for backward as well, but they stay in memory anyway, so there is no point in
+# moving them.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 16.5 · Offload
 #
 # `stays(tensor)` says whether a tensor belongs to a weight. Return such a tensor from `pack` as it is. For every other
-# one, write a file into `self.folder`, with a name of its own, and return its path.
+# one, write a file with a unique name into `self.folder`, and return its path.
 #
-# - `torch.save(tensor, path)` writes the **whole memory behind** a tensor, also if the tensor is a part of it.
-#   `tensor.clone()` has a memory of its own.
+# - `torch.save(tensor, path)` writes the **whole storage** of a tensor, even if the tensor is only a part of it.
+#   `tensor.clone()` has a storage of its own.
 # - `unpack` gets what `pack` returned. It returns the tensor, `torch.load(path, weights_only=True)`, and removes the
 #   file, so that the disk does not fill up in a long run.
 #
@@ -1074,8 +1026,8 @@ check("16.5", Offload)
 # Now a forward of our step, with labcode's version.
 #
 # **Predict.** After forward our plain step holds 102 MiB for backward, with the log-softmax. How much of that is still
-# in memory with offload: "all", "half" or "next to nothing"? And the files, are they together "as large", "larger" or
-# "smaller" than 102 MiB? Think of when `pack` is called.
+# in memory with offload: "all", "half" or "next to nothing"? And are the files together "as large" as 102 MiB, "larger"
+# or "smaller"? Think of when `pack` is called.
 
 # %% tags=["predict"]
 left_in_memory = "next to nothing"
@@ -1125,9 +1077,8 @@ compare("the files are", files_are, size, options=("smaller", "as large", "large
 print(f"in memory {left_mib:.2f} MiB, in files {files_mib:.0f} MiB")
 
 # %% [markdown]
-# `pack` is called once for each operation that saves a tensor. What two operations save is written twice, as the hook
-# does not know. Here is the peak of the whole step, and
-# its time.
+# `pack` is called once for each operation that saves a tensor, so a tensor that two operations save is written twice.
+# Here are the peak of the whole step and its time.
 
 # %%
 from functools import partial
@@ -1152,8 +1103,8 @@ print(f"peak: {plain_mib:.0f} MiB plain, {offloaded_mib:.0f} MiB offloaded")
 print(f"time: {took_s['offloaded'] / took_s['plain']:.1f} times as long")
 
 # %% [markdown]
-# PyTorch has the hooks for a GPU ready made. `save_on_cpu` moves to the host what autograd saves; `pin_memory=True`
-# uses memory there that the GPU can copy to and from while it computes, so that the copies need not block the program:
+# PyTorch has these hooks for a GPU. `save_on_cpu` moves what autograd saves to the host; with `pin_memory=True` it uses
+# memory there that the GPU can copy to and from while it computes:
 #
 # ```python
 # with torch.autograd.graph.save_on_cpu(pin_memory=True):
@@ -1161,9 +1112,9 @@ print(f"time: {took_s['offloaded'] / took_s['plain']:.1f} times as long")
 # loss.backward()
 # ```
 #
-# It moves weights, too, and it does not fetch ahead: backward waits for each tensor. Good implementations move only
-# some layers and copy on a stream of their own, one layer ahead. The optimizer's state can be offloaded in the same
-# way; it is needed once per step.
+# It moves weights, too, and it does not prefetch: backward waits for each tensor. Good implementations move only some
+# layers and copy on a stream of their own, one layer ahead. The optimizer's state, which is needed once per step, can
+# be offloaded as well.
 #
 # **Takeaway: hooks on saved tensors decide what autograd keeps. Offload trades bytes of the device for bytes over a
 # link; do it when checkpointing is not enough, or when the link is idle.**
@@ -1174,11 +1125,11 @@ print(f"time: {took_s['offloaded'] / took_s['plain']:.1f} times as long")
 # at once, so a later change in place cannot do harm.)
 
 # %% [markdown]
-# ## 7. Reserved memory and fragments (core, 14 min)
+# ## 7. Reserved memory and fragments (core, 8 min)
 #
 # PyTorch's allocator asks CUDA for a **segment** of memory and cuts it into **blocks**, one for each tensor. A block
 # that is freed stays in the cache for the next tensor. A tensor needs **one** free block that is large enough;
-# neighbouring free blocks are joined, but a block in use between them keeps them apart. With tensors of ever-changing
+# neighbouring free blocks are merged, but a block in use between them keeps them apart. With tensors of ever-changing
 # sizes this can happen:
 
 # %% tags=["figure"]
@@ -1191,26 +1142,25 @@ plot.fragments(SEGMENTS, 2.5, caption="16.fragments")
 
 # %% [markdown]
 # (The dotted parts of the lower row are addresses without memory behind them.) This is **fragmentation**. You recognise
-# it by the error: the request is smaller than *reserved but unallocated*, and was refused all the same.
+# it by the error: the request is smaller than *reserved but unallocated* and was refused all the same.
 #
-# `torch.cuda.empty_cache()` gives back to CUDA those **segments in which no block is in use**, and nothing else: in the
-# picture none at all. One small tensor holds a whole segment. And PyTorch itself gives all free segments back before it
-# raises the error, so `empty_cache()` after an out-of-memory error is no cure. It helps **another** program, or NCCL,
-# that needs memory on the same GPU. There is one more trap: inside the `except` block the traceback still holds the
-# tensors of the function that failed. Leave the block before you try again with a smaller batch.
+# `torch.cuda.empty_cache()` gives back to CUDA only those **segments in which no block is in use**, in the picture
+# none: one small tensor holds a whole segment. PyTorch itself gives all free segments back before it raises the error,
+# so `empty_cache()` after an out-of-memory error is no cure. It helps **another** program, or NCCL, that needs memory
+# on the same GPU. One more trap: inside the `except` block the traceback still holds the tensors of the function that
+# failed. Leave the block before you try again with a smaller batch.
 #
 # - **Expandable segments** are the cure for fragments. A segment then is a range of addresses, and memory is mapped
-#   behind it in pages. Free pages can be taken away from one place and mapped at another, as the lower row of the
-#   picture shows; tensors never move. Set `PYTORCH_ALLOC_CONF=expandable_segments:True` (`PYTORCH_CUDA_ALLOC_CONF` is
-#   the older name, which the error above prints and every release knows).
+#   behind it in pages. Free pages can be unmapped in one place and mapped in another, as the lower row of the picture
+#   shows; tensors never move. Set `PYTORCH_ALLOC_CONF=expandable_segments:True` (`PYTORCH_CUDA_ALLOC_CONF` is the older
+#   name, which the error above prints and every release accepts).
 # - `torch.cuda.memory_allocated()` counts the blocks in use, `torch.cuda.memory_reserved()` counts the segments, and
 #   `nvidia-smi` shows the segments and what is not PyTorch's. So `nvidia-smi` does not tell how much a training run
 #   needs.
 # - **Not PyTorch's** are CUDA's context, with the code of the kernels, and NCCL's buffers. In the error of section 1
 #   the context has 18.73 - 9.08 - 9.35 = 0.30 GiB. NCCL takes its buffers from CUDA directly, for each communicator and
-#   when it is first used. A report from 8 H100s counts 1.06 GB beside PyTorch before the first all-to-all and 4.34 GB
-#   after it; another, from 4 A100s, counts 544 to 688 MB for each group (the sources are at the end). Leave room for
-#   this when you plan: lesson 20 leaves 4 GiB.
+#   when it is first used: a user of 8 H100s reports 1.06 GB beside PyTorch before the first all-to-all and 4.34 GB
+#   after it. Leave room for this when you plan: lesson 20 leaves 4 GiB.
 # - A **snapshot** has every block with the line of the program that made it. <https://pytorch.org/memory_viz> draws it:
 #
 # ```python
@@ -1237,14 +1187,14 @@ plot.fragments(SEGMENTS, 2.5, caption="16.fragments")
 # `empty_cache()` into a loop. (It makes each step slower, and frees nothing that the next step would not use.)
 
 # %% [markdown] tags=["exercise"]
-# ## 8. Open end: make it fit, at the best speed (optional, 25 min)
+# ## 8. Open end: make it fit, at the best speed (optional, 23 min)
 #
 # ### Exercise 16.6 · Choose
 #
-# Given a model, a global batch and a budget, choose micro-batch, accumulation, checkpointing and dtype. `case` has
-# `model`, `global_batch`, `room_bytes`, `flops_per_s` (a dict: dtype to what the device reaches) and `launch_s` (what
-# each micro-batch costs beyond its matmuls). Return `Settings(micro_batch, num_micro_batches, activation_checkpointing,
-# dtype)`: the kind of checkpointing is "none" or "full", the dtype a key of `flops_per_s`.
+# Given a model, a global batch and a memory budget, choose micro-batch, accumulation, checkpointing and dtype. `case`
+# has `model`, `global_batch`, `room_bytes`, `flops_per_s` (a dict: dtype to what the device reaches) and `launch_s`
+# (what each micro-batch costs beyond its matmuls). Return `Settings(micro_batch, num_micro_batches,
+# activation_checkpointing, dtype)`: the kind of checkpointing is "none" or "full", the dtype a key of `flops_per_s`.
 #
 # - **Bytes**: `plan.peak_bytes(case, settings)` is labcode's formula. It must not exceed the room.
 # - **Seconds**: 6 FLOPs for each parameter and token, 8 with checkpointing "full", at the rate of the dtype; and
@@ -1252,8 +1202,8 @@ plot.fragments(SEGMENTS, 2.5, caption="16.fragments")
 # - `micro_batch` times `num_micro_batches` is the global batch, always.
 #
 # The check goes through six cases, whose rates and launch times are made up: lesson 03 measures those of a machine. In
-# each the settings must fit, and must reach at least 85 % of the best speed by this model of the time. The first case
-# is then run for real, in a process that gets this much memory and no more. About 15 lines.
+# each the settings must fit, and reach at least 85 % of the best speed by this model of the time. The first case is
+# then run for real, in a process that gets this much memory and no more. About 15 lines.
 
 # %% tags=["exercise"]
 from labcode.teach.labs import l16_plan as plan
@@ -1285,13 +1235,6 @@ def choose(case):
 # %% tags=["check"]
 check("16.6", choose)
 
-# %% [markdown]
-# Here is what labcode chooses, and why.
-
-# %%
-show_source(plan.best)
-show_source(plan.step_s)
-
 # %% tags=["solution-only"]
 print(f"{'':44} {'samples':>8}  {'checkpoint':10} {'dtype':8}  {'of room':>7}")
 for case in plan.CASES:
@@ -1318,7 +1261,7 @@ for case in plan.CASES:
 # | checkpointing of each layer | `python -m labcode.train gpt_10m --parallel.activation_checkpointing full` |
 # | of the core of attention, where its kernel is not fused | `--parallel.activation_checkpointing selective` |
 # | memory over a step, by what it is for | `--profile.steps 10:13 --profile.memory` |
-# | 16-bit products | `--train.dtype bfloat16` |
+# | 16-bit matmuls | `--train.dtype bfloat16` |
 # | ZeRO-1 | `--parallel.zero_stage 1` |
 #
 # ## Questions (core, 3 min)
@@ -1338,15 +1281,7 @@ for case in plan.CASES:
 # The logits are the largest part, and they are not inside a layer. A loss in chunks helps, or a smaller micro-batch.
 # </details>
 #
-# **3.** Why does checkpointing take about 4/3 of the time and not twice as long?
-#
-# <details><summary>Answer</summary>
-#
-# Only forward is repeated, and forward is a third of forward and backward. The second forward may even stop early, and
-# the head is not repeated.
-# </details>
-#
-# **4.** From lesson 13: a run is out of memory right before the optimizer's step, with one sample. Checkpointing or
+# **3.** From lesson 13: a run is out of memory right before the optimizer's step, with one sample. Checkpointing or
 # ZeRO?
 #
 # <details><summary>Answer</summary>
@@ -1361,13 +1296,13 @@ for case in plan.CASES:
 #
 # | technique | shrinks | by | costs |
 # |---|---|---|---|
-# | accumulation | activations, logits | a factor of m | smaller products; gradients at the peak |
+# | accumulation | activations, logits | a factor of m | smaller matmuls; gradients at the peak |
 # | `del logits` | logits | V of 4 V | nothing |
-# | loss in chunks | logits | nearly all of 3 V | smaller products; the head's once more |
-# | full checkpointing | activations | L + 15 numbers in place of 16 L | up to 4/3 of the FLOPs |
-# | every k-th layer | activations | L/k + 16 k in place of 16 L | up to 4/3 of the FLOPs |
-# | checkpointing by operation | activations | 10 in place of 16 | norms and GELU once more |
-# | fused attention, or core repeated | scores | all of them | a few percent of the FLOPs |
+# | loss in chunks | logits | nearly all of 3 V | smaller matmuls |
+# | full checkpointing | activations | L + 15 numbers instead of 16 L | up to 4/3 of the FLOPs |
+# | every k-th layer | activations | L/k + 16 k instead of 16 L | up to 4/3 of the FLOPs |
+# | checkpointing by operation | activations | 10 instead of 16 | norms and GELU once more |
+# | fused attention, or its core recomputed | scores | all of them | a few percent of the FLOPs |
 # | offload | activations | all that is moved | two transfers |
 # | bfloat16 by autocast (lesson 03b) | activations | nearly half | rounding; a narrow copy of the weights |
 # | ZeRO-1 | moments | a factor of p | an all-gather (lesson 13) |
@@ -1388,7 +1323,8 @@ for case in plan.CASES:
 # - The error of section 1: <https://github.com/murong-xu/CADS/issues/4>.
 # - PCIe: <https://truenas.com/docs/references/performance/interconnectdatarates/> (what 16 lanes carry),
 #   <https://github.com/NVIDIA/nvbandwidth/issues/53> (A100, measured). NCCL's buffers:
-#   <https://github.com/NVIDIA/nccl/issues/1685> (H100), <https://github.com/NVIDIA/nccl/issues/964> (A100).
+#   <https://github.com/NVIDIA/nccl/issues/1685> (H100), <https://github.com/NVIDIA/nccl/issues/964> (A100: 544 to 688
+#   MB for each group).
 # - PyTorch: <https://docs.pytorch.org/docs/stable/checkpoint.html>,
 #   <https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management>,
 #   <https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html>.
