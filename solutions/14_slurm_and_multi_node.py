@@ -13,25 +13,24 @@
 # %% [markdown]
 # # 14 · SLURM and multi-node
 #
-# So far all ranks were on one machine, and it was yours. A cluster belongs to many people. You ask for machines in
+# So far all ranks were on one machine, and it was yours. A cluster is shared by many people: you ask for machines in
 # writing, you wait, and then your program starts on computers that you have never seen. The program that most clusters
-# use to decide who computes where and when is called **SLURM**. In this lesson you write the script that asks, you
-# submit it to a real SLURM, you let a job outlive its time limit, and you find out why a job on several nodes does not
-# start, hangs, or is slow.
+# use to decide whose jobs run where and when is called **SLURM**. In this lesson you write the script that asks, submit
+# it to a real SLURM, let a job outlive its time limit, and find out why a job on several nodes does not start, hangs,
+# or is slow.
 #
 # ## Goals
 #
-# - say who starts whom, from `sbatch` to the last rank, and on which node;
+# - say what starts what, from `sbatch` to the last rank, and on which node;
 # - find your way on a cluster that you see for the first time;
-# - write a batch script from an empty cell, and let it save and go on when its time is over;
+# - write a batch script from an empty cell, and let it save and go on when its time is up;
 # - predict what the second node adds to a step, and measure it;
 # - get from the symptom of a failed job to its cause.
 #
-# **Time**: 180 minutes, and 25 more for what is optional. Good places for a break are after sections 2, 3 and 5.
+# **Time**: 162 minutes, and 20 more for what is optional. Good places for a break are after sections 2, 3 and 5.
 # **Needs**: lesson 01 (sections 1 and 8), lesson 04 (section 1). For section 4 also lesson 01 (section 3).
 #
-# The first cell imports what the lesson uses of labcode. `replace`, from Python itself, copies a configuration with one
-# value changed.
+# In the first cell `replace`, from Python itself, is a function that copies a configuration with some values changed.
 
 # %%
 import re
@@ -47,27 +46,27 @@ from labcode.teach.labs import l14_cluster
 lab = l14_cluster.open_lab("lesson14")
 
 # %% [markdown]
-# This cluster is real, and it runs on your machine: the programs of SLURM, and three **nodes**, as the machines of a
-# cluster are called. Each node has its own host name, its own network and its own processes; only the hardware is
-# shared. The cluster needs Linux and a few Debian packages. If they are missing, the cell above says which. Then the
-# commands below are shown and not run, and your own scripts run on this machine without SLURM.
+# This is a real SLURM on your machine, with three **nodes**, as the machines of a cluster are called. Each node has its
+# own host name, network and processes; only the hardware is shared. The cluster needs Linux and a few Debian packages.
+# If they are missing, the cell above says which; then the commands below are shown and not run, and your own scripts
+# run on this machine without SLURM.
 #
-# ## 1. What a job is (core, 28 min)
+# ## 1. What a job is (core, 22 min)
 #
 # You log in to the **login node**, which is not for computing; here it is called `head`. There you submit a **job**: a
 # request (how many nodes, for how long) together with a script. SLURM puts the job into a queue. When enough nodes are
-# free, it starts the script **on the first node of the job, once**. It does nothing on the other nodes. They are
-# reserved for you, and wait.
+# free, it starts the script **once, on the first node of the job**. The other nodes are reserved for you, but nothing
+# runs on them.
 #
-# To use them, the script calls `srun`. This starts a command on all nodes of the job, as often as there are **tasks**.
+# To use them, the script calls `srun`, which starts a command on all nodes of the job, as often as there are **tasks**.
 # Each task gets a number, `SLURM_PROCID`. If the tasks train a model together, that number is the rank.
 
 # %% tags=["figure"]
 plot.launch_chain(nodes=2, ranks_per_node=2, launcher="srun", caption="14.srun")
 
 # %% [markdown]
-# The request stands in the script itself, in lines that begin with `#SBATCH`. For bash they are comments. For `sbatch`,
-# the command that submits a job, they are options, and they are called **directives**. Here is a small script.
+# The request is in the script itself, in lines that begin with `#SBATCH`. For bash they are comments; for `sbatch`, the
+# command that submits a job, they are options, called **directives**. Here is a small script.
 
 # %%
 FIRST = """#!/bin/bash
@@ -103,15 +102,15 @@ if log:
 # %% [markdown]
 # `sinfo` lists the nodes and their state. They belong to a **partition**, a queue with limits of its own; this one is
 # called `debug`. The two counts show what goes wrong most often in the first week: a training run started without
-# `srun` stays on one node, while the others do nothing and are paid for.
+# `srun` stays on one node, while the others idle and are paid for.
 #
-# Now let us fill the queue. Jobs start in the order of their priority; here, the first submitted comes first. But a
-# later job may overtake a waiting one, if this does not delay it. SLURM can decide that, because each job has a time
-# limit, and SLURM kills it when the limit is reached.
+# Now let us fill the queue. Jobs start in the order of their priority, here in the order of submission. But a later job
+# may overtake a waiting one, if this does not delay it. SLURM can decide that, because each job has a time limit and is
+# killed when it reaches it.
 #
-# Three jobs are submitted, one after the other. The first wants two nodes for ten minutes, the second wants two nodes
-# for ten minutes, and the third wants one node for one minute. The cluster has three nodes. (`--exclusive` lets no
-# other job onto the nodes of this one, and `--wrap` takes a command in place of a script: here one that only sleeps.)
+# Three jobs are submitted, one after the other. The first and the second want two nodes for ten minutes each, and the
+# third wants one node for one minute. The cluster has three nodes. (`--exclusive` lets no other job onto the nodes of
+# this one, and `--wrap` takes a command instead of a script: here one that only sleeps.)
 #
 # **Predict.** How many of the three jobs run at once?
 
@@ -142,15 +141,15 @@ lab.sh("squeue", "--me", "--noheader")
 
 # %% [markdown]
 # The last column says where a job runs, or in brackets why it waits. The second job waits for `Resources`, that is for
-# nodes. The third has overtaken it: it will be over long before the first one, for which the second has to wait. This
-# is called **backfill**, and it is why an honest, short time limit makes you wait less. In the end `scancel --me` ends
+# nodes. The third has overtaken it: it will end long before the first one, for which the second has to wait. This is
+# called **backfill**, and it is why a short but honest time limit makes you wait less. Finally `scancel --me` cancels
 # all of your jobs, as `scancel -u $USER` does. The last `squeue` finds none, or jobs that are completing (`CG`).
 #
-# **Day one.** A script is for what you know to work. Until then you want nodes at once, and a look at what happens on
+# **Day one.** A script is for what you know to work. Until then you want nodes right away, and to see what happens on
 # them. `salloc` asks for nodes as `sbatch` does, waits for them, and then runs a command, or without one a shell, in
 # which each `srun` uses these nodes. When the command or the shell ends, the nodes are free again. `srun` outside of a
-# job asks for nodes by itself, and with `--pty` it connects your terminal with the task: `srun --pty bash` is a shell
-# on a node. We start `tty` in place of `bash`, which prints the terminal that it has. (A notebook has none. The program
+# job asks for nodes by itself, and with `--pty` it connects your terminal to the task: `srun --pty bash` is a shell on
+# a node. Instead of `bash` we start `tty`, which prints the terminal that it has. (A notebook has none, so the program
 # `script` lends it one.)
 
 # %%
@@ -165,9 +164,9 @@ lab.sh("squeue", "--states=all", "--sort=i", "--format=%.5i %.8j %.10T %.6M %R")
 # %% [markdown]
 # `salloc` runs its command where you are, on the login node, and only what follows `srun` runs on the nodes. (Some
 # sites set `salloc` up to give you a shell on the first node instead.) With `--states=all` `squeue` also lists the jobs
-# that ended in the last minutes; here you see all that this section has started.
+# that ended in the last minutes, here all that this section has started.
 #
-# These are the commands of the first day. The last column says what this section has run.
+# These are the commands of the first day, to come back to. The last column says what this section has run.
 #
 # | you want | you type | run above |
 # |---|---|---|
@@ -178,17 +177,16 @@ lab.sh("squeue", "--states=all", "--sort=i", "--format=%.5i %.8j %.10T %.6M %R")
 # | to end a job; all of yours | `scancel 1234`; `scancel --me` | the second |
 # | to see what the GPUs of a job do | `srun --jobid=1234 --overlap nvidia-smi` | no |
 # | how a job ended, how long it took, how much memory | `sacct -j 1234 -o JobID,State,ExitCode,Elapsed,MaxRSS` | no |
-# | the same as shares of what was asked for | `seff 1234` | no |
+# | the same as a fraction of what was asked for | `seff 1234` | no |
 # | one job after another; the same script ten times | `sbatch --dependency=afterok:1234 next.sbatch`; `sbatch --array=0-9 job.sbatch` | no |
 # | to run in a container, with pyxis | `srun --container-image=nvcr.io#nvidia/pytorch:25.09-py3 --container-mounts=$PWD python train.py` | no |
 # | to run in a container, with Apptainer | `srun apptainer exec --nv --bind $PWD image.sif python train.py` | no |
 # | to run in a container, with shifter (NERSC) | `srun shifter --image=nersc/pytorch:24.08.01 python train.py` | no |
 # | nodes that are reserved for a course | `sbatch --reservation=NAME job.sbatch`, often with `--account=NAME` | no |
 #
-# `sacct` and `seff` read a database of past jobs, which clusters have and ours has not; `seff` is an extra that a site
-# may leave out. pyxis is a plugin of SLURM, and Apptainer a program, which a site installs or not. A **container**
-# brings the libraries of a program along. It need not see the folders of the node, so name those you use; `--nv` lets
-# Apptainer's see the GPUs.
+# `sacct` and `seff` read a database of past jobs, which ours does not have; `seff` is an extra that a site may leave
+# out, and so are pyxis, a plugin of SLURM, and Apptainer. A **container** brings the libraries of a program along. It
+# may not see the folders of the node, so name those you use; `--nv` lets an Apptainer container see the GPUs.
 #
 # **Takeaway: a job is a request and a script. The script runs once, on the first node, and only `srun` reaches the
 # others.**
@@ -199,17 +197,17 @@ lab.sh("squeue", "--states=all", "--sort=i", "--format=%.5i %.8j %.10T %.6M %R")
 # harmed if the third job runs longer than it said. (Nobody: SLURM kills it after its minute.)
 
 # %% [markdown]
-# ## 2. The script, line by line (core, 48 min)
+# ## 2. The script, line by line (core, 47 min)
 #
-# There are two usual ways to start the ranks. In the figure above, `srun` started each rank. In the other way, `srun`
-# starts one **torchrun** on each node, and torchrun starts the ranks of its node.
+# There are two usual ways to start the ranks. In the figure of section 1, `srun` starts each rank. In the other way,
+# `srun` starts one **torchrun** on each node, and torchrun starts the ranks of its node.
 
 # %% tags=["figure"]
 plot.launch_chain(nodes=2, ranks_per_node=2, launcher="torchrun", caption="14.torchrun")
 
 # %% [markdown]
-# labcode writes such scripts. A `Job` says what to run, a **site profile** says what the cluster wants to be asked, and
-# `render` makes the script of both. We read a script of the torchrun kind now. You will write one of the other kind.
+# labcode writes such scripts. A `Job` says what to run, a **site profile** says what the cluster requires, and `render`
+# makes a script from both. We read a script of the torchrun kind now; you will write one of the other kind.
 
 # %% tags=["nbval-check-output"]
 job = Job(
@@ -221,16 +219,15 @@ head, body = script.split("set -euo pipefail")
 print(head)
 
 # %% [markdown]
-# `sbatch` does not read what follows a ` #` in a directive: these are comments.
+# What follows a ` #` in a directive is a comment.
 #
 # - `--ntasks-per-node=1`: the task of a node is torchrun. So the two CPUs of `--cpus-per-task=2` are for both ranks
 #   that it starts.
 # - `--gpus-per-node=2`: one GPU for each rank. (The GPUs of our nodes are emulated: SLURM counts them, and the ranks
 #   compute on the CPU.)
 # - `--time=00:30:00`: after this, SLURM kills what still runs.
-# - `--output=%x-%j.log`: every job gets its own log. With a fixed name, the next job would overwrite it, and
-#   with `tee -a` the runs would be mixed. `--error` would send errors to a second file; without it both are in one, in
-#   order.
+# - `--output=%x-%j.log`: every job gets its own log. With a fixed name, the next job would overwrite it, and with
+#   `tee -a` the runs would be mixed. `--error` would send errors to a second file; without it both go to one, in order.
 # - `--no-requeue`: if a node fails, the job is not started again. A second attempt would find that the folder for its
 #   results already exists. Section 3 changes that.
 
@@ -238,33 +235,32 @@ print(head)
 print("set -euo pipefail" + body)
 
 # %% [markdown]
-# In Exercise 14.2 you will need four of these lines yourself: `set`, `first_node`, `port`, and `srun` with
+# In exercise 14.2 you will need four of these lines yourself: `set`, `first_node`, `port`, and `srun` with
 # `--kill-on-bad-exit`.
 #
-# - `set -euo pipefail`: three options of bash. With `-e` it stops at the first command that fails. A script without it
-#   goes on after the ranks have died, and if its last command works, the job ends as COMPLETED. With `-u` a variable
-#   that is not set is an error and not an empty text. And with `-o pipefail` a pipe such as `srun ... | tee log` fails
-#   if `srun` fails; otherwise only its last command counts.
-# - `PYTHONUNBUFFERED=1` and `OMP_NUM_THREADS=1`: print each line at once; compute with as many threads as the rank has
+# - `set -euo pipefail`: three options of bash. With `-e` it stops at the first command that fails. Without it a script
+#   goes on after the ranks have died, and if its last command works, the job ends as COMPLETED. With `-u` an unset
+#   variable is an error instead of an empty text. With `-o pipefail` a pipe such as `srun ... | tee log` fails if
+#   `srun` fails; otherwise only its last command counts.
+# - `PYTHONUNBUFFERED=1` prints each line at once, and `OMP_NUM_THREADS=1` computes with as many threads as the rank has
 #   CPUs.
-# - `GLOO_SOCKET_IFNAME=eth0`: the network **interface** over which the ranks talk. Section 5 shows what happens when it
-#   is the wrong one.
+# - `GLOO_SOCKET_IFNAME=eth0`: the network **interface** that the ranks use. Section 5 shows what happens when it is the
+#   wrong one.
 # - `first_node=...`: all ranks have to meet somewhere (lesson 01 called it the rendezvous). SLURM writes the nodes of
-#   the job as `n[1-3]`, which no program can connect to. `scontrol show hostnames` writes the names out, one on a line,
-#   and `sed -n 1p` takes the first.
-# - `port=...`: the port comes from the number of the job. A fixed port works until two jobs share a node.
+#   the job as `n[1-3]`, which no program can connect to. `scontrol show hostnames` lists the names, one on a line, and
+#   `sed -n 1p` takes the first.
+# - `port=...`: the port comes from the number of the job: that of job 31337 is 20000 + 1337 = 21337. A fixed port works
+#   until two jobs share a node.
 # - `out=...`: the folder of the results, with the name and the number of the job.
 # - `srun --kill-on-bad-exit=1`: if one task fails, all tasks end. Otherwise the others may wait for it until a time-out
 #   of their own, or until the time limit of the job.
-# - `--cpus-per-task` is given again, because `srun` does not take it over from the directives (in SLURM 22.05 and 23.02).
-# - `--nnodes`, `--nproc-per-node`, `--rdzv-...`: torchrun is told how many nodes there are, how many ranks to start
-#   here, and where to meet. It then sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` for each rank. There is
-#   one process for each GPU and not one for a node, since in one process Python runs one thread at a time (lesson 07,
+# - `--cpus-per-task` is given again, because `srun` does not inherit it from the directives (in SLURM 22.05 and 23.02).
+# - `--nnodes`, `--nproc-per-node`, `--rdzv-...` tell torchrun how many nodes there are, how many ranks to start here,
+#   and where to meet. It then sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` for each rank. There is one
+#   process for each GPU instead of one for a node, since in one process Python runs one thread at a time (lesson 07,
 #   section 8).
 #
-# The port of job 31337, for instance, is 20000 + 1337 = 21337.
-#
-# **Predict.** How many torchruns start in this job? How many ranks do they make?
+# **Predict.** How many torchruns start in this job? How many ranks do they start?
 
 # %% tags=["predict"]
 torchruns = 3 * 1
@@ -285,12 +281,11 @@ if lab.cluster:
     print(first_line)
 
 # %% [markdown]
-# SLURM counts the tasks of `srun`, and these are the torchruns. Of the six ranks it knows nothing; they are in the first
+# SLURM counts the tasks of `srun`, which are the torchruns. It does not know of the six ranks; they are in the first
 # line of the log.
 #
-# Now to scripts that are wrong. SLURM refuses a directive that is misspelt, but it accepts many scripts that do not do
-# what was meant. Here is one with four wishes: two GPUs on each node, two nodes, an hour and a half, and no other jobs
-# beside it (`--exclusive`).
+# SLURM refuses a directive that is misspelt, but it accepts many scripts that do not do what was meant. Here is one
+# with four wishes: two GPUs on each node, two nodes, an hour and a half, and no other jobs beside it (`--exclusive`).
 
 # %%
 from labcode.slurm.lint.linter import lint
@@ -309,8 +304,8 @@ print(WISHES)
 
 # %% [markdown]
 # Three rules are enough to read it as `sbatch` does. Only lines that begin with exactly `#SBATCH` are directives.
-# `sbatch` stops looking for them at the first command. And a time of two numbers, with one colon between them, is in
-# minutes and seconds; SLURM rounds it up to whole minutes.
+# `sbatch` stops looking for them at the first command. And two numbers with a colon between them are minutes and
+# seconds, which SLURM rounds up to whole minutes.
 #
 # **Predict.** How many directives does `sbatch` read here? How many minutes does the job get?
 
@@ -334,19 +329,19 @@ for problem in lint(WISHES):
 
 # %% [markdown]
 # The job has two nodes and no GPU (`N/A`), and other jobs may run beside it (`OK`; `NO` would mean that they may not).
-# Its time limit is two minutes, and not the hour and a half that was meant. `lint`, a part of labcode, knows more than
-# fifty such faults. It found the comment and the late line, but not the time, because one minute and a half might have
-# been meant.
+# Its time limit is two minutes instead of an hour and a half. `lint`, a part of labcode, knows more than fifty such
+# faults. It found the comment and the late line, but not the time, because a minute and a half might have been meant.
 #
-# **One script, many runs.** A script is seldom edited for each run. Three things reach it from the line that submits it:
+# **One script, many runs.** A script is seldom edited for each run. Three things reach it from the line that submits
+# it:
 #
-# - options of `sbatch` **before** the name of the script win over its directives;
+# - options of `sbatch` **before** the name of the script override its directives;
 # - words **after** the name are arguments of the script: `"$@"` stands for all of them;
 # - the job inherits the environment variables of the shell in which you submit, unless `--export=NONE` forbids it.
 #
 # NERSC's tutorial on deep learning at scale runs all of its experiments from one script in this way, for example with
 # `ENABLE_PROFILING=1 sbatch -n 1 -t 20 submit_pm.sh --config=short`. Here is a script of that kind. Its last two lines
-# differ in their quotes alone. In double quotes bash puts in the value of a variable where it reads the line, and in
+# differ only in their quotes. In double quotes bash inserts the value of a variable where it reads the line, and in
 # single quotes it leaves the text as it is.
 
 # %%
@@ -381,12 +376,13 @@ if log:
     compare("single", zeros_in_single_quotes, single, within=1, found="counted")
 
 # %% [markdown]
-# In single quotes the text goes to every task, and the bash of the task puts in its own number. NVIDIA's workshop on
+# In single quotes the text goes to every task, and the bash of the task inserts its own number. NVIDIA's workshop on
 # Megatron-LM starts one launcher on each node with `srun bash -c '$LAUNCHER --node_rank $SLURM_PROCID $CMD'`. In double
 # quotes every node would take itself for node 0.
 #
 # **Takeaway: SLURM accepts many scripts that do not do what was meant. Read a script as `sbatch` reads it, and let a
-# linter check it before you submit it. Options, words and variables beside its name make one script serve many runs.**
+# linter check it before you submit it. With options, words and variables beside its name, one script serves many
+# runs.**
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 14.1 · Who is where
@@ -396,7 +392,7 @@ if log:
 #     4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; grid dp 4 x pp 1 x cp 1 x tp 1
 #
 # If a script starts the ranks wrongly, each of them trains the same model alone, and the log says `1 rank on 1 node`
-# four times. The loss falls all the same. So read this line before you look at the loss.
+# four times. The loss falls all the same, so read this line before you look at the loss.
 #
 # Write a function that finds the line in a log and returns `{"n1": [0, 1], "n2": [2, 3]}`. Other lines of a log have
 # brackets too, or speak of nodes.
@@ -423,16 +419,16 @@ check("14.1", ranks_by_node)
 #
 #     python -m labcode.train gpt_tiny --train.steps 10
 #
-# with `srun`, as in the figure of section 1: without torchrun, **each task is a rank**. Ask for at most 10
-# minutes and for no GPUs. The log goes to the folder `runs`, which exists. Give the script as a text between triple
-# quotes. It has to begin right after the quotes, because `#!/bin/bash` must be its very first line.
+# with `srun`, as in the figure of section 1: without torchrun, **each task is a rank**. Ask for at most 10 minutes and
+# for no GPUs. The log goes to the folder `runs`, which exists. Give the script as a text between triple quotes. It has
+# to begin right after the quotes, because `#!/bin/bash` must be its very first line.
 #
 # What changes without torchrun? `labcode.train` reads its rank from `SLURM_PROCID`, which `srun` sets. (Plain PyTorch
-# does not. The cells after the exercise show what it needs.) The address and the port of the rendezvous it reads from
-# `MASTER_ADDR` and `MASTER_PORT`, and nobody sets these two but you.
+# does not; the cells after the exercise show what it needs.) It reads the address and the port of the rendezvous from
+# `MASTER_ADDR` and `MASTER_PORT`, which you have to set.
 #
-# The check lints your script, submits it, waits for its end, and reads its log. This takes 15 to 90
-# seconds, the most if the ranks do not find each other.
+# The check lints your script, submits it, waits for its end, and reads its log. This takes 15 to 90 seconds, and
+# longest if the ranks do not find each other.
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
@@ -463,8 +459,8 @@ check("14.2", my_script, lab)
 # | `srun` sets | PyTorch reads | it is |
 # |---|---|---|
 # | `SLURM_PROCID` | `RANK` | the number of the rank in the job |
-# | `SLURM_NTASKS` | `WORLD_SIZE` | how many ranks there are |
-# | `SLURM_LOCALID` | `LOCAL_RANK`, by convention | the number of the rank on its node, and so its GPU |
+# | `SLURM_NTASKS` | `WORLD_SIZE` | the number of ranks |
+# | `SLURM_LOCALID` | `LOCAL_RANK`, by convention | the number of the rank on its node, and so of its GPU |
 #
 # `torch.cuda.set_device` gives each rank of a node a GPU of its own. Without it, all of them would use the first one.
 
@@ -509,21 +505,20 @@ print(ended.state)
 print("\n".join(sorted(ended.log.splitlines())))
 
 # %% [markdown]
-# Under torchrun leave the three lines out: it sets all of these variables itself, `LOCAL_RANK` too.
+# Under torchrun leave the three lines out: it sets all of these variables itself.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* What people get wrong in 14.2: they set `MASTER_ADDR` without `export`, so that the ranks do not
 # inherit it; they keep `--ntasks-per-node=1`; they forget `srun`; or they write `--time=10:00`, which is ten minutes
 # and passes, and next time `1:30`. The script is short, so let people compare theirs in pairs. Ask: what would happen
-# with `--ntasks=4` in place of `--ntasks-per-node=2`? (SLURM may place three tasks on one node and one on the other.)
+# with `--ntasks=4` instead of `--ntasks-per-node=2`? (SLURM may place three tasks on one node and one on the other.)
 
 # %% [markdown]
-# ## 3. Longer than the time limit (core, 45 min)
+# ## 3. Longer than the time limit (core, 42 min)
 #
-# Clusters have a longest time limit, often a day, and a training run takes weeks. So it has to be cut into pieces: stop
-# in time, write a **checkpoint** (all that is needed to go on: weights, optimizer, position in the data), go back into
-# the queue, and resume. Nobody wants to do that by hand. The job can do it by itself, and each life of the job is
-# called an **attempt**.
+# Clusters have a maximum time limit, often a day, and a training run takes weeks. So it has to be cut into pieces: stop
+# in time, write a **checkpoint** (weights, optimizer and position in the data, everything that it needs to go on), go
+# back into the queue, and resume. The job can do that by itself, and each of its lives is called an **attempt**.
 
 # %% tags=["figure"]
 plot.second_attempt(caption="14.second_attempt")
@@ -537,25 +532,23 @@ plot.second_attempt(caption="14.second_attempt")
 # 2. The script passes it on: `scancel --signal=USR1 JOB` signals the tasks of a job. It cancels nothing, despite its
 #    name.
 # 3. labcode's training, with `--checkpoint.every`, catches `USR1`. The ranks finish their step, agree that they have
-#    been told to stop, write a checkpoint and end with exit code 0. At the end of this section stands how to do this in
-#    plain PyTorch.
+#    been told to stop, write a checkpoint and end with exit code 0. The end of this section does this in plain PyTorch.
 # 4. `scontrol requeue JOB` puts the job back into the queue, under the same number. In the next attempt
 #    `--checkpoint.resume` goes on from the newest checkpoint in `--train.out`, or begins if there is none. Two more
 #    directives belong to it: `--requeue` allows this, and `--open-mode=append` keeps what the first attempt has logged.
 #
-# Each attempt pays for the start and for the early stop. Suppose the training needs 100 minutes, the limit is 10
-# minutes, the start takes 1 minute, and the signal comes 2 minutes before the end. Then an attempt trains for 7 minutes,
-# and the job needs 15 attempts. If the signal comes another 60 seconds earlier each time, it trains for 6, and needs 17.
-
-# %% [markdown]
+# Each attempt pays for the start and for the early stop. Suppose that the training needs 100 minutes, the limit is 10
+# minutes, the start takes 1 minute, and the signal comes 2 minutes before the end. Then an attempt trains for 7
+# minutes, and the job needs 15 attempts.
+#
 # Before you write it, four facts about bash.
 #
-# - `trap 'COMMANDS' USR1` runs the commands when `USR1` comes. But bash looks at a trap only **between two commands**.
-#   While a command runs, the trap waits.
+# - `trap 'COMMANDS' USR1` runs the commands when `USR1` comes, but only **between two commands**: while a command runs,
+#   the trap waits.
 # - `COMMAND &` starts a command in the background, so that bash goes on at once. `$!` is its process number.
 # - `wait NUMBER` waits for that process and returns its exit code. A trap does interrupt it. Then `wait` returns a
 #   number above 128, **and the process still runs**.
-# - Under `set -e` a `wait` that returns anything but 0 ends the script, unless somebody looks at the result, as in
+# - Under `set -e` a `wait` that returns anything but 0 ends the script, unless its result is used, as in
 #   `wait NUMBER || status=$?`.
 
 # %% [markdown] tags=["exercise"]
@@ -569,10 +562,10 @@ plot.second_attempt(caption="14.second_attempt")
 # in which you choose the FOLDER, below `runs`. **A job that was not told to stop must not go back into the queue**, and
 # one whose ranks fail must end as FAILED. A second job of the same script is another run, and begins at step 1.
 #
-# Nobody wants to wait for a time limit. So the check sends the signal itself, as SLURM would, when the log shows step
-# 10. Then it follows the job through both attempts. This takes one to three minutes, most of it in the queue. At the
-# end it runs the script once more, with ranks that fail at once. (A real signal may come while a rank is still
-# starting. It would kill that rank. After this exercise you see how labcode prevents that; your script need not.)
+# The check does not wait for the time limit: it sends the signal itself, as SLURM would, when the log shows step 10.
+# Then it follows the job through both attempts. This takes one to three minutes, most of it in the queue. At the end it
+# runs the script once more, with ranks that fail at once. (A real signal may come while a rank is still starting, and
+# would kill it. After this exercise you see how labcode prevents that; your script need not.)
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
@@ -616,10 +609,10 @@ exit "$status"
 check("14.3", my_lasting_script, lab)
 
 # %% [markdown]
-# The second attempt goes on after the step that was saved. Its first line belongs to a later step only because the log
-# shows every tenth one.
+# The second attempt goes on after the step that was saved. Its first line is of a later step only because the log shows
+# every tenth one.
 #
-# And this is how labcode's script waits and passes the signal on.
+# This is how labcode's script waits and passes the signal on.
 
 # %% tags=["nbval-check-output"]
 one_task_per_rank = replace(load("local"), launcher="srun", logs="runs")
@@ -633,20 +626,20 @@ print(text[text.index("srun --kill") : text.index("# A run that SLURM")])
 # %% [markdown]
 # This does the same as a short script, and covers two more cases that can happen to every job.
 #
-# - **Ranks that are still starting.** `USR1` would kill a rank that has not set up its handler yet. So a small bash
-#   script stands between `srun` and each rank: `hand_down`, which is a part of labcode. It is what SLURM signals. The
-#   rank below it ignores the signal until it can listen, and from then on it is told every second until it ends.
-#   `scancel` is repeated too, because `srun` may still be starting.
+# - **Ranks that are still starting.** `USR1` would kill a rank that has not set up its handler yet. So between `srun`
+#   and each rank there is a small bash script of labcode, `hand_down`, which gets the signal from SLURM. The rank below
+#   it ignores the signal until its handler is set up, and from then on it is told every second until it ends. `scancel`
+#   is repeated too, because `srun` may still be starting.
 # - **Stopped or finished?** The exit code is 0 for both. So a training run that was stopped leaves a file named
 #   `stopped` in its folder, and the rest of the script, which is not shown, looks for it. If the signal comes in the
-#   last step, the run finishes. Then there is no such file, and the job does not go back into the queue.
+#   last step, the run finishes without such a file, and the job does not go back into the queue.
 #
 # <details><summary>What else the script takes care of: preemption, a last attempt, torchrun</summary>
 #
-# - **Others may end a job.** `scontrol requeue` would bring back a job that somebody has just cancelled. So the script
-#   asks SLURM first. And on some clusters a job with a higher priority may take away the nodes of a job that runs. This
-#   is called **preemption**. SLURM announces it with the signal `TERM`, but to the tasks only. `hand_down` takes `TERM`
-#   for the same request.
+# - **Others may end a job.** `scontrol requeue` would bring back a job that somebody has just cancelled, so the script
+#   asks SLURM first. And on some clusters a job with a higher priority may take away the nodes of a running job. This
+#   is called **preemption**. SLURM announces it with the signal `TERM`, but to the tasks only. `hand_down` treats
+#   `TERM` as the same request.
 # - **A last attempt.** A bug that stops every attempt early would send the job back into the queue for ever.
 #   `SLURM_RESTART_COUNT` says how often the job has been requeued, and after 20 attempts the script gives up.
 # - **torchrun** is one more reason for `hand_down`. SLURM knows torchrun, but on most clusters not the ranks below it,
@@ -656,10 +649,10 @@ print(text[text.index("srun --kill") : text.index("# A run that SLURM")])
 # A node that fails sends no signal. That is what `--checkpoint.every` is for: the job begins again at the last
 # checkpoint.
 #
-# **The same in plain PyTorch.** What does a training script of your own need for step 3? The handler of a signal may run
-# between any two instructions of Python, so it only notes that the signal has come. At the end of each step the ranks
-# compare notes, because the signal does not reach all of them in the same step: the maximum of all notes says whether
-# **any** rank has been told. Then all of them stop after the same step.
+# **The same in plain PyTorch.** What does a training script of your own need for step 3? The handler of a signal may
+# run between any two instructions of Python, so it only notes that the signal has come. The signal does not reach all
+# ranks in the same step, so at the end of each step they compare notes: the maximum of all notes says whether **any**
+# rank has been told. Then all of them stop after the same step.
 
 # %%
 LASTING = '''import os
@@ -715,11 +708,11 @@ dist.destroy_process_group()
 '''
 
 # %% [markdown]
-# We start it on two ranks with torchrun, three times. In the first attempt rank 1 gets the signal during step 12. Rank 0
-# never gets one. The second attempt finds the checkpoint. The third run, with another file, is not disturbed.
+# We start it on two ranks with torchrun, three times. In the first attempt rank 1 gets the signal during step 12, and
+# rank 0 never gets one. The second attempt finds the checkpoint. The third run, with another file, is undisturbed.
 #
-# **Predict.** With which step does rank 0 end the first attempt? Are the weights in the end the `"same"` as those of the
-# run that nobody stopped, or `"other"` ones?
+# **Predict.** With which step does rank 0 end the first attempt? Are the weights in the end the `"same"` as those of
+# the undisturbed run, or `"other"` ones?
 
 # %% tags=["predict"]
 last_step_of_rank_0 = 12
@@ -745,10 +738,9 @@ print(*outputs, sep="\n")
 # Without the all-reduce rank 1 would leave, and rank 0 would wait for it in the backward of step 13. The extra
 # all-reduce of one number costs some microseconds; where that counts, do it in every tenth step. After the loop the
 # program ends with exit code 0, and the script decides about the requeue, as in exercise 14.3. Megatron-LM has a way
-# without a signal, too: with `--exit-duration-in-mins 1190` it looks at its own clock after each step, saves and ends.
-# That clock starts with the program and not with the job, so leave room. (`torch.save` writes
-# over the only checkpoint here. If the job dies in the middle of it, none is left; lesson 17, section 2, does it
-# better.)
+# without a signal, too: with `--exit-duration-in-mins 1190` it checks its own clock after each step, saves and ends.
+# That clock starts with the program and not with the job, so leave room. (Here `torch.save` overwrites the only
+# checkpoint. If the job dies in the middle of it, none is left; lesson 17, section 2, does it better.)
 #
 # **Takeaway: with a trap, a second wait and a requeue, a run may be longer than any time limit. The ranks agree on the
 # step after which they stop, and all attempts need the same folder.**
@@ -761,25 +753,20 @@ print(*outputs, sep="\n")
 # versions of labcode's script side by side: `render(job, site)` with and without `requeue=False`, through `diff`.
 
 # %% [markdown]
-# ## 4. What the second node costs (core, 14 min)
+# ## 4. What the second node costs (core, 13 min)
 #
-# Inside a node the ranks talk over memory or NVLink, a direct link between GPUs; between nodes they talk over a network,
-# which may be Ethernet or **InfiniBand**, a faster one that is made for clusters. We train a small GPT on two nodes,
-# with one rank on each, as plain data parallel training. In every step the ranks all-reduce the gradients, and in a
-# ring of p ranks each one sends
-#
-# $$2\,\frac{p-1}{p}\cdot 4N \ \text{bytes}$$
-#
-# for N parameters of 4 bytes (lesson 01). With two ranks that is 4 N: each sends its whole gradient once, over the
-# network.
+# Inside a node the ranks communicate over memory or NVLink, a direct link between GPUs; between nodes over a network,
+# which may be Ethernet or **InfiniBand**, a faster one that is made for clusters. We train a small GPT with plain data
+# parallelism on two nodes, with one rank on each. In every step the ranks all-reduce the gradients of 4 bytes, in a
+# ring (lesson 01, section 3).
 #
 # The network between our nodes is only emulated, and too fast to matter. So we slow it down while the job runs, first
-# to 200 and then to 100 Mbit/s, which is 100/8 million bytes per second. The model has 811,520 parameters. The interface
-# of each node counts the bytes that leave it, so we also see what a step really sends.
+# to 200 and then to 100 Mbit/s, which is 100/8 million bytes per second. The model has 811,520 parameters. The
+# interface of each node counts the bytes that leave it, so we also see what a step really sends.
 #
 # **Predict.** How many bytes does a rank send in a step? How many seconds does the network of 100 Mbit/s add to a step?
-# (For the seconds we allow a factor of 1.8. The formula leaves out that DDP sends while backward still computes, as
-# lesson 05, section 2 explains, which can hide a good part of the sending.)
+# (For the seconds we allow a factor of 1.8: DDP sends while backward still computes, as lesson 05, section 2, explains,
+# which can hide a good part of the sending.)
 
 # %% tags=["predict"]
 sent_bytes = 2 * (1 / 2) * 4 * 811_520
@@ -828,11 +815,11 @@ plot.lines(
 )
 
 # %% [markdown]
-# The interface counts a few percent more than the gradients, because packets have headers and the ranks also exchange
-# a few numbers of their own. The time can be less than predicted, where sending hides behind backward, or a little more.
-# The fastest step at each bandwidth counts. The dashed lines are the fastest step of the network as it is,
-# plus the predicted bytes over the bandwidth. Between the groups two steps are left out, because the bandwidth changed
-# during them.
+# In a ring of p ranks each one sends 2 (p - 1)/p · 4 N bytes for N parameters, with two ranks 4 N: its whole gradient
+# once. The interface counts a few percent more, because packets have headers and the ranks also exchange a few numbers
+# of their own. The time can be less than predicted, where sending hides behind backward, or a little more. We compare
+# the fastest step at each bandwidth. The dashed lines are the fastest step of the network as it is, plus the predicted
+# bytes over the bandwidth. (Between the groups two steps are left out, because the bandwidth changed during them.)
 #
 # On a real cluster you do not have to train to know your network. **nccl-tests** is a program of NVIDIA that times
 # single collectives. For each size it prints `algbw`, the bytes divided by the time, and `busbw`, the **bus bandwidth**
@@ -844,15 +831,14 @@ plot.lines(
 #     33554432      8388608   float    sum  2180.1   15.39   29.50
 #     67108864     16777216   float    sum   24410    2.75    5.27
 #
-# Larger messages should not lower the bandwidth. Here it falls to less than a fifth, from 29.5 to 5.3 GB/s: twice the
-# bytes take eleven times as long. Something is wrong: the network itself, or the algorithm to which NCCL changes at
-# this size (`NCCL_ALGO` and `NCCL_PROTO` choose another one, to find out). No loss curve would ever show it. So run
-# nccl-tests first on a new cluster, once inside a node and once between nodes, and with messages as large as yours. For
-# an InfiniBand card of 400 Gbit/s, which is 50 GB/s, NVIDIA's developers expect 46 to 48 GB/s. That is for one card: a
-# node with eight of them can show up to eight times as much.
+# Larger messages should not lower the bandwidth. Here it falls from 29.5 to 5.3 GB/s: twice the bytes take eleven times
+# as long. Something is wrong: the network itself, or the algorithm to which NCCL switches at this size (`NCCL_ALGO` and
+# `NCCL_PROTO` choose another one, to find out). No loss curve would ever show it. So run nccl-tests first on a new
+# cluster, inside a node and between nodes, with messages as large as yours. For an InfiniBand card of 400 Gbit/s, which
+# is 50 GB/s, NVIDIA's developers expect 46 to 48 GB/s; a node with eight such cards can show up to eight times as much.
 #
-# Why would a network be that slow? Often the ranks use another network than you think. With `NCCL_DEBUG=INFO`, NCCL
-# says what it uses. **The log below is made up, in NCCL's form**, for two nodes of four GPUs: we have no GPUs here.
+# Why would a network be that slow? Often the ranks use a different network than you think. With `NCCL_DEBUG=INFO`, NCCL
+# says what it uses. **The log below is made up, in NCCL's form**, for two nodes of four GPUs, since we have none here.
 # NCCL arranges the ranks in a ring, 0 to 7, and for each link it names the **transport**: `P2P` from GPU to GPU
 # (`P2P/IPC` in older logs), `SHM` through the host's memory, `NET/IB` over InfiniBand, or `NET/Socket` over TCP and the
 # CPU.
@@ -871,12 +857,12 @@ for line in text.splitlines():
 plot.transports(nccl_log.parse(text), caption="14.transports")
 
 # %% [markdown]
-# The numbers on the arrows count the **channels**: NCCL lays several rings side by side, here two, so that more of the
-# hardware is busy. In the log, `GDRDMA` says that the network card reads and writes the GPU's memory directly. This is
-# how it should look.
+# The numbers on the arrows count the **channels**: NCCL uses several rings side by side, here two, so that more of the
+# hardware is busy. In the log, `GDRDMA` says that the network card reads and writes the GPU's memory directly, as it
+# should.
 #
-# A colleague says that training is slow since Monday, with the same script on the same nodes. Here is what the same
-# rank says about its network now.
+# A colleague says that training has been slow since Monday, with the same script on the same nodes. Here is what the
+# same rank says about its network now.
 
 # %% tags=["nbval-check-output"]
 for line in l14_nccl_example.two_nodes(rdma=False).splitlines():
@@ -884,11 +870,11 @@ for line in l14_nccl_example.two_nodes(rdma=False).splitlines():
         print(line)
 
 # %% [markdown]
-# NCCL found no InfiniBand card, for instance because the job runs in a container that does not see it. It took TCP over
-# the slow interface instead. That is not an error, and the loss is the same. Only the time is not.
+# NCCL found no InfiniBand card, for instance because the job runs in a container that does not see it, and took TCP
+# over the slow interface instead. That is no error, and the loss is the same, but a step takes much longer.
 #
 # **Takeaway: the second node costs bytes over bandwidth. Measure the bandwidth with nccl-tests, and read in NCCL's log
-# at least once what the nodes talk over.**
+# at least once which network the nodes use.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* The added time lies between 0.6 and 1.2 of the prediction on a busy machine. Ask: 7 billion
@@ -897,13 +883,12 @@ for line in l14_nccl_example.two_nodes(rdma=False).splitlines():
 # each, and need an eighth of that at most: 0.07 s and 2.6 s.)
 
 # %% [markdown]
-# ## 5. When it does not start (core, 10 min)
+# ## 5. When it does not start (core, 9 min)
 #
-# A job on several nodes starts in four stages, and each can fail. The nodes are given to you; the ranks find each other
-# by name; they connect over an interface and a port; they run the same code. The first question is always how far the
-# job got.
+# A job on several nodes starts in four stages, and each can fail: the nodes are given to you; the ranks find each other
+# by name; they connect over an interface and a port; they run the same code. So first find out how far the job got.
 #
-# Our patient is a very small program: two ranks, one on n1 and one on n2, meet and add up 64 numbers.
+# Our example is a very small program: two ranks, one on n1 and one on n2, meet and all-reduce 64 numbers.
 
 # %%
 HELLO = '''import socket, sys
@@ -923,8 +908,8 @@ lab.hello()
 
 # %% [markdown]
 # **First fault.** Debian's installer writes the line `127.0.1.1 own-name` into each machine's `/etc/hosts`. We do that
-# on our nodes, and do not name an interface. A rank now looks up its own host name and tells the others what it found:
-# *reach me at 127.0.1.1*. But addresses that begin with 127 mean "myself" on every machine.
+# on our nodes, and name no interface. A rank now looks up its own host name and tells the others what it found: *reach
+# me at 127.0.1.1*. But addresses that begin with 127 mean "myself" on every machine.
 
 # %%
 with lab.fault("name"):
@@ -935,12 +920,11 @@ with lab.fault("name"):
 
 # %% [markdown]
 # The address in the error is the cause. Another wrong address is `172.17.0.1`: it belongs to `docker0`, an interface
-# that machines with Docker have, and that leads to no other machine. Name the right interface in `NCCL_SOCKET_IFNAME`
+# that machines with Docker have and that leads to no other machine. Name the right interface in `NCCL_SOCKET_IFNAME`
 # or `GLOO_SOCKET_IFNAME`; `ip -brief address` on a node lists them.
 #
-# **Second fault.** A firewall between the nodes lets nobody through to the ports 20000 to 29999 of n1. It does not
-# refuse them, it drops them silently. So there is no error until some time-out: here after 6 to 10 seconds, by
-# default after minutes.
+# **Second fault.** A firewall between the nodes silently drops all packets to the ports 20000 to 29999 of n1. So there
+# is no error until some time-out: here after 6 to 10 seconds, by default after minutes.
 
 # %%
 with lab.fault("port"):
@@ -949,13 +933,12 @@ with lab.fault("port"):
         lab.sh("timeout", "2", "bash", "-c", f"</dev/tcp/n1/{port}", node="n2")
 
 # %% [markdown]
-# The last two commands try a port by hand. On port 18017 the answer is *Connection refused*, and that is
-# good news: the packets arrived, there is only nobody who listens. On port 20017 there is no answer at all, and
-# `timeout` ends the attempt with exit code 124. Silence is the fault. The cure is a port that the site leaves open.
-# (`nc -zv n1 20017` asks the same, where it is installed; `ping` says only that the host answers. Before rank 0
-# listens, a healthy port refuses, too.)
+# The last two commands try a port by hand. On port 18017 the answer is *Connection refused*, which is good news: the
+# packets arrived, and only no program listens there. On port 20017 there is no answer at all, and `timeout` ends the
+# attempt with exit code 124. This silence is the fault, and the cure is a port that the site leaves open. (The same
+# test is `nc -zv n1 20017`, where it is installed; `ping` says only that the host answers.)
 #
-# **Third fault.** Somebody has installed a new version of the program, but on n1 only. On n2 the file still is the old
+# **Third fault.** Somebody has installed a new version of the program, but on n1 only. On n2 the file is still the old
 # one, in which `HIDDEN` is 96. Both ranks start, find each other, and connect.
 
 # %%
@@ -965,25 +948,25 @@ with lab.fault("code"):
     lab.sh(*everywhere, "cksum", "runs/hello.py")
 
 # %% [markdown]
-# The ranks have met and are connected, so the network is not to blame. But a rank received a message of another size
-# than it expects. gloo notices that, and ends the process with a `gloo::EnforceNotMet`. The two sizes are **bytes** of
-# one message: gloo cuts this all-reduce into four pieces, and a quarter of 64 numbers of 4 bytes happens to be 64
-# bytes. (Now and then the job ends so fast that the sizes do not come through, and only this name is printed.) NCCL
-# does not notice: its documentation warns of hangs, crashes and wrong data. `cksum` prints a checksum of a file and its
-# size. `srun` runs it on each node, and here the two checksums differ: the ranks do not run the same code.
+# The ranks have met and are connected, so the network is not to blame. But a rank received a message of a different
+# size than it expected. gloo notices that, and ends the process with a `gloo::EnforceNotMet`. The two sizes are
+# **bytes** of one message: gloo cuts this all-reduce into four pieces, and a quarter of 64 numbers of 4 bytes happens
+# to be 64 bytes. (If the job ends very fast, only this name is printed, without the sizes.) NCCL does not notice: its
+# documentation warns of hangs, crashes and wrong data. `cksum` prints a checksum of a file and its size. `srun` runs it
+# on each node, and here the two checksums differ: the ranks do not run the same code.
 #
-# **Takeaway: an error with an address says where a rank tried to connect; ask whose address that is. No answer at all
-# means a firewall, or a node that is gone.**
+# **Takeaway: an error with an address says where a rank tried to connect; find out whose address that is. No answer at
+# all means a firewall, or a node that is gone.**
 
 # %% [markdown]
-# ## 6. When it hangs (core, 25 min)
+# ## 6. When it hangs (core, 24 min)
 #
-# The worst failure has no message. The job runs, the GPUs are busy, and no step comes. Somewhere a rank has made
-# another call than the others, or none. In the program below only rank 0 evaluates, and in doing so it broadcasts one
+# The worst failure has no message. The job runs, the GPUs are busy, and no step ends, because some rank has made a
+# different call than the others, or none. In the program below only rank 0 evaluates, and in doing so it broadcasts one
 # number.
 #
 # Two tools watch it. After 5 seconds `faulthandler`, a part of Python, writes down where each rank is. And PyTorch's
-# **flight recorder** keeps the last collectives of each rank: 2000 of them, if nothing else is said.
+# **flight recorder** keeps the last collectives of each rank, by default 2000.
 
 # %%
 from labcode import launch
@@ -1025,7 +1008,7 @@ hung = launch.run(
 print(hung.output)
 
 # %% [markdown]
-# Both ranks gave up waiting, and neither says for whom it waited. Where were they?
+# Both ranks gave up waiting, and neither says which rank it waited for. Where were they?
 
 # %%
 folder = Path("runs/hang")
@@ -1033,9 +1016,9 @@ print(l14_hang.stacks(folder))
 
 # %% [markdown]
 # Such a list of calls, from the innermost to the outermost, is called a **stack**. Rank 0 waits in `evaluate`, rank 1
-# in `train_step`: they wait for each other, in different calls. At work you get the stacks of a job that is running
-# already, without having prepared anything, with `py-spy dump --pid PID` on its node. This is what seven of eight ranks
-# showed in a published case, issue 3104 of accelerate (shortened):
+# in `train_step`: they wait for each other, in different calls. At work `py-spy dump --pid PID` gives you the stacks of
+# a running job on its node, without any preparation. This is what seven of eight ranks showed in a published case,
+# issue 3104 of accelerate (shortened):
 #
 #     Thread 3293 (active): "MainThread"
 #         all_gather_coalesced (deepspeed/runtime/zero/partition_parameters.py:1254)
@@ -1043,8 +1026,8 @@ print(l14_hang.stacks(folder))
 #         forward (transformers/models/mixtral/modeling_mixtral.py:676)
 #
 # The eighth rank was in `forward` and in no collective at all. The model was a mixture of experts, in which the data
-# decide which layers a rank visits, and its weights were sharded: to visit a layer, all ranks have to gather its
-# weights together. A rank that does not visit it does not come. Here the stacks alone are enough: look for the one that
+# decide which layers a rank uses, and its weights were sharded: to use a layer, all ranks have to gather its weights
+# together, and a rank that does not use it does not take part. Here the stacks alone are enough: look for the one that
 # differs.
 #
 # A stack shows one moment only. And on a GPU a call returns before it is done, so a rank may already be somewhere else
@@ -1065,38 +1048,37 @@ print(analysis)
 
 # %% [markdown]
 # The upper part is our own table of the records. The lower part is what PyTorch's analyser says of the same files, and
-# with the stack it names the line of the program. But look whom it blames: *Culprit rank 1*. It takes the lowest rank
-# for right and compares the others with it. Here rank 0 did what nobody else did. The tool finds the place. Who is
-# wrong, you have to decide.
+# with the stack it names the line of the program. But it blames *Culprit rank 1*, because it assumes that the lowest
+# rank is right and compares the others with it. Here rank 0 is the one that did something else. The tool finds the
+# place; which rank is wrong, you have to decide.
 #
-# Under NCCL you need no code for this. PyTorch has a thread that looks after the collectives of NCCL, the **watchdog**.
-# When it finds one that has timed out, it says so, and this message is what you read first in the log of such a job.
-# From a published case, shortened:
+# Under NCCL you need no code for this. PyTorch has a thread that watches the collectives of NCCL, the **watchdog**.
+# When one has timed out, it says so, and this message is what you read first in the log of such a job. From a published
+# case, shortened:
 #
 #     [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE,
 #     NumelIn=466119168, NumelOut=466119168, Timeout(ms)=600000) ran for 600060 milliseconds before timing out.
 #     [PG 1 Rank 0] Exception (either an error or timeout) detected by watchdog at work: 1580,
 #     last enqueued NCCL work: 1582, last completed NCCL work: 1579.
 #
-# Read it like this. `SeqNum` counts the collectives of the group. Call 1579 was finished, and call 1580 was not, after
-# ten minutes. Rank 0 had *enqueued* 1580, and even two more, since on a GPU a call returns before it is done. So rank 0
-# waited for others. Now compare the ranks. One whose last enqueued number is lower than 1580 did not come; look at its
-# stack. If all of them have enqueued 1580, there are three cases. Their calls differ. Or the network is broken. Or the
-# GPU of a rank has not come so far: enqueued is not started, and it may still be in an earlier kernel. The flight
-# recorder tells whether the calls differ.
+# `SeqNum` counts the collectives of the group. Call 1579 was finished, and call 1580 was not, after ten minutes. Rank 0
+# had *enqueued* 1580, and even two more, so it waited for others. Now compare the ranks. One whose last enqueued number
+# is lower than 1580 never made the call; look at its stack. If all of them have enqueued 1580, there are three cases:
+# their calls differ, which the flight recorder tells; or the network is broken; or the GPU of a rank has not got that
+# far and is still in an earlier kernel, since enqueued does not mean started.
 #
-# The watchdog also lets each rank write its record to a file. Variables that you export in the script decide on that:
+# The watchdog also lets each rank write its record to a file. Variables that you export in the script control that:
 #
 # | variable (its name in older versions of PyTorch) | what it says |
 # |---|---|
 # | `TORCH_FR_BUFFER_SIZE` (`TORCH_NCCL_TRACE_BUFFER_SIZE`) | how many collectives are kept: 2000 by default in PyTorch 2.13, perhaps none in an older one |
-# | `TORCH_NCCL_DUMP_ON_TIMEOUT=1` | write them down when the watchdog strikes; the default in newer versions, not in older ones |
-# | `TORCH_FR_DUMP_TEMP_FILE` (`TORCH_NCCL_DEBUG_INFO_TEMP_FILE`) | how the name of each file begins; the rank is added to it. Its folder has to exist |
+# | `TORCH_NCCL_DUMP_ON_TIMEOUT=1` | write them to a file at a time-out; the default in newer versions, not in older ones |
+# | `TORCH_FR_DUMP_TEMP_FILE` (`TORCH_NCCL_DEBUG_INFO_TEMP_FILE`) | how the name of each file begins; the rank is appended. Its folder has to exist |
 #
 # With `runs/JOB/trace_`, in a folder that all nodes share, you get `trace_0`, `trace_1` and so on. Then
 # `torchfrtrace --prefix trace_ runs/JOB`, which comes with PyTorch, prints the analysis that you see above.
 #
-# labcode's own training asks stacks and flight recorder by itself. When nothing moves for a minute,
+# labcode's own training uses stacks and flight recorder by itself: when nothing moves for a minute,
 # `python -m labcode.train` prints one line that begins with `hang:` and names the rank that did not come, the line of
 # the program where it is, and the ranks that wait for it. PyTorch has begun to do so as well. After
 # `torch.distributed.debug.start_debug_server()` on every rank, port 25999 of rank 0's node shows a page with the stacks
@@ -1107,12 +1089,12 @@ print(analysis)
 # one of those that waited.**
 
 # %% [markdown] tags=["exercise"]
-# The seven faults of this lesson in one table. The names on the left are for the exercise.
+# Here are the seven faults of this lesson in one table. The names on the left are for the exercise.
 #
 # | fault | what you see | what proves it |
 # |---|---|---|
 # | `node` | the job stays in the queue, or ends as NODE_FAIL: one of its nodes has failed | `squeue` gives the reason, `sinfo --Node` the state |
-# | `name` | the own name leads to an address that begins with 127 | `getent ahostsv4 NAME` on the node |
+# | `name` | a node's own name leads to an address that begins with 127 | `getent ahostsv4 NAME` on the node |
 # | `interface` | an address that is not the cluster's | `ip -brief address` on the node |
 # | `port` | no answer, then a time-out | `timeout 2 bash -c '</dev/tcp/HOST/PORT'` |
 # | `code` | the ranks meet, and the bytes of their messages differ | `srun cksum FILE`: the same file everywhere? |
@@ -1121,8 +1103,8 @@ print(analysis)
 #
 # ### Exercise 14.4 · From symptom to cause
 #
-# The cell prints what was seen in seven jobs, made up after real ones. Name the fault of each, in a dict from the
-# letter of the job to a name from the table: `{"A": ..., "B": ..., ...}`.
+# The cell prints what was seen in seven jobs, modelled on real ones. Name the fault of each, in a dict from the letter
+# of the job to a name from the table: `{"A": ..., "B": ..., ...}`.
 
 # %% tags=["exercise"]
 for letter, symptom in l14.SYMPTOMS.items():
@@ -1150,13 +1132,13 @@ check("14.4", my_diagnosis)
 # calls would be off by one, and all later gradients wrong.)
 
 # %% [markdown]
-# ## 7. More nodes, larger batches (optional, 25 min)
+# ## 7. More nodes, larger batches (optional, 20 min)
 #
 # What do you do with 16 nodes when a job runs well on one? The usual first answer is **weak scaling**: every rank keeps
-# its samples, so the batch grows with the nodes. Lesson 06 says what belongs to it. The learning rate grows as well,
-# with the root of the batch for AdamW, and since every run is to see the same samples, the number of steps falls. This
-# is one script of thirty lines, and it submits one job for each number of nodes. The comment on top names the case of
-# NERSC's tutorial: 16 samples on each of four GPUs, on 1, 4 and 16 nodes.
+# its number of samples, so the batch grows with the nodes. As lesson 06 explains, the learning rate then grows with the
+# root of the batch for AdamW, and since every run is to see the same samples, the number of steps falls. This script of
+# thirty lines submits one job for each number of nodes. The comment on top names the case of NERSC's tutorial: 16
+# samples on each of four GPUs, on 1, 4 and 16 nodes.
 
 # %% tags=["nbval-check-output"]
 print((l14_cluster.REPOSITORY / "slurm/weak_scaling").read_text())
@@ -1200,8 +1182,8 @@ print("\n".join(scaling.table(runs)))
 # The table is that of `python -m labcode.train.scaling runs/weak_scaling-*`. Read it as two columns that pull in
 # opposite directions. **Samples a second** grow with the nodes, as far as there is hardware: on a laptop with two cores
 # the third node has no core of its own, and on a cluster the network takes its share. **The loss after the same
-# samples** gets worse, because fewer steps were made with them. The time to a loss is what remains of both, and the cost
-# in rank-seconds can only rise: the smallest run wastes nothing.
+# samples** gets worse, because fewer steps were made with them. The time to a loss is what remains of both, and the
+# cost in rank-seconds can only rise: the smallest run wastes nothing.
 
 # %% tags=["figure"]
 curves = {}
@@ -1210,8 +1192,8 @@ for name, run in zip(("1 node", "2 nodes", "3 nodes"), runs):
 plot.lines(curves, reference={"reached by all": goal}, caption="14.nodes")
 
 # %% [markdown]
-# Over samples the curves would lie in the order of the batches; over seconds they can cross. TensorBoard draws both from
-# the same files: `tensorboard --logdir runs`, with the horizontal axis set to *Relative* for time.
+# Over samples the curves would lie in the order of the batches; over seconds they can cross. TensorBoard draws both
+# from the same files: `tensorboard --logdir runs`, with the horizontal axis set to *Relative* for time.
 #
 # On a cluster of four GPUs a node the command is
 #
@@ -1222,11 +1204,11 @@ plot.lines(curves, reference={"reached by all": goal}, caption="14.nodes")
 # globe. Without `--no-wait` the jobs wait for each other. And try what lesson 06, section 4 says of a rate that grows
 # without the batch: `slurm/weak_scaling 1 -- --site my.yaml --optim.lr 0.004`.
 #
-# **What a forecaster asks.** The loss is the mean of the squared errors of four variables, each in units of its standard
-# deviation: the temperature (t2m), two components of the wind (u10 and v10) and the pressure (msl). The root of the mean
-# for one variable is its **RMSE**. NERSC judges its model by u10, the wind along the circles of latitude, and reaches
-# 0.13 after 22,000 steps, which take 22 hours on one A100. The log of each run ends with a table of these errors.
-# Beside them stands **persistence**, the forecast that nothing changes in six hours.
+# **What a forecaster asks.** The loss is the mean of the squared errors of four variables, each in units of its
+# standard deviation: the temperature (t2m), two components of the wind (u10 and v10) and the pressure (msl). The root
+# of the mean for one variable is its **RMSE**. NERSC judges its model by u10, the wind along the circles of latitude,
+# and reaches 0.13 after 22,000 steps, which take 22 hours on one A100. The log of each run ends with a table of these
+# errors. Beside them stands **persistence**, the forecast that nothing changes in six hours.
 #
 # **Predict.** Over all variables the run on one node has an RMSE of about 0.33, the root of its loss. Is that of u10
 # `"above"` or `"below"` it?
@@ -1243,17 +1225,18 @@ print(log[log.index("normalised RMSE") : log.index("\nmetrics, weights")])
 print("rate on the way:", *re.findall(r"\| lr (\S+)", log)[::3])
 
 # %% [markdown]
-# In six hours the wind changes more than temperature and pressure, so the model and persistence are worst at it. A model
-# that does not beat persistence has learned nothing of use. The rates show the schedule of each of these runs: a
+# In six hours the wind changes more than temperature and pressure, so the model and persistence are worst at it. A
+# model that does not beat persistence has learned nothing of use. The rates show the schedule of each of these runs: a
 # warm-up, and then half a **cosine** down to nearly 0, over the steps of the run. PyTorch has it as
 # `CosineAnnealingLR`. So a run that is cut short has not had its small rates yet, and its loss cannot be compared with
 # that of a shorter run that has ended.
 #
 # **What others measured.** NERSC has published the logs of two such runs of its ViT (November 2025). One node of four
-# A100, with a batch of 64, reaches 203 samples/s; 16 nodes, with a batch of 1024, reach 2,560, which are 79 % of 16 times
-# as many. After the same three epochs the loss on held-out weather is 0.170 on one node and 0.375 on 16, since these
-# were 1,780 steps against 111. The 16 nodes trained for 86 s. The one node had a loss of 0.251 after its first epoch of
-# 226 s. So to a loss of 0.375 the 16 nodes are at most 2.6 times as fast, for at least six times the GPU-seconds.
+# A100, with a batch of 64, reaches 203 samples/s; 16 nodes, with a batch of 1024, reach 2,560, which are 79 % of 16
+# times as many. After the same three epochs the loss on held-out weather is 0.170 on one node and 0.375 on 16, since
+# these were 1,780 steps against 111. The 16 nodes trained for 86 s. The one node had a loss of 0.251 after its first
+# epoch of 226 s. So to a loss of 0.375 the 16 nodes are at most 2.6 times as fast, for at least six times the
+# GPU-seconds.
 #
 # **Takeaway: scale with one script and judge by one table. Samples per second say what the hardware does; the time to
 # a loss says what you get for it.**
@@ -1262,19 +1245,19 @@ print("rate on the way:", *re.findall(r"\| lr (\S+)", log)[::3])
 lab.close()
 
 # %% [markdown]
-# ## 8. From here to GPUs and SLURM (core, 5 min)
+# ## 8. From here to GPUs and SLURM (core, 2 min)
 #
 # Your own cluster needs a profile of about ten lines: copy `slurm/sites/generic.yaml`, fill in account, partition, GPUs
-# of a node and the interface, and say
+# of a node and the interface, and run
 #
 #     python -m labcode.slurm render gpt_tiny --site my.yaml --nodes 2 --checkpoint.every 100    # read it first
 #     python -m labcode.slurm submit gpt_tiny --site my.yaml --nodes 2 --checkpoint.every 100    # then send it
 #     python -m labcode.slurm lint my_own_script.sbatch                                          # or yours
 #
-# On GPU nodes there is one rank for each GPU, and they talk over NCCL. The scripts stay the same. The cluster of this
-# lesson you can also start in a terminal, with `slurm/cluster up 2`, and break in your own way.
+# On GPU nodes there is one rank for each GPU, and the ranks use NCCL. The scripts stay the same. You can also start the
+# cluster of this lesson in a terminal, with `slurm/cluster up 2`, and break it in your own way.
 #
-# ## Questions (core, 5 min)
+# ## Questions (core, 3 min)
 #
 # **1.** A script ends with `srun python train.py`, followed by one more line: `echo finished`. After 100 steps a rank
 # dies. In which state does the job end, and which two things are missing in the script?
@@ -1294,15 +1277,7 @@ lab.close()
 # All steps since the last checkpoint are then lost.
 # </details>
 #
-# **3.** Four jobs of one rank each, or one job of four ranks: both logs show a falling loss. Name two ways to tell them
-# apart.
-#
-# <details><summary>Answer</summary>
-#
-# The first line of the log says how many ranks there are. And four jobs of one rank print everything four times.
-# </details>
-#
-# **4.** From lesson 01: 16 ranks on 2 nodes all-reduce 1 GB in a ring. How many bytes does each rank send, and how many
+# **3.** From lesson 01: 16 ranks on 2 nodes all-reduce 1 GB in a ring. How many bytes does each rank send, and how many
 # bytes cross from one node to the other?
 #
 # <details><summary>Answer</summary>
@@ -1322,7 +1297,7 @@ lab.close()
 # | legal faults | found by rules, before the queue | `slurm.lint` |
 # | next attempt | USR1, all-reduce of the notes, checkpoint, requeue, resume in the same folder | `train.checkpoint` |
 # | the second node | 2 (p - 1)/p · 4 N bytes / bandwidth | `perf.alpha_beta` |
-# | who talks over what | P2P, SHM, NET/IB, NET/Socket | `doctor.nccl_log` |
+# | which link NCCL uses | P2P, SHM, NET/IB, NET/Socket | `doctor.nccl_log` |
 # | a hang | counts, then stacks, then calls | |
 # | a cluster at home | real SLURM, emulated nodes | `minislurm` |
 #
