@@ -175,10 +175,14 @@ tp_inside = bytes_on_links(inside)
 tp_across = bytes_on_links(across)
 to_rank_1 = tp_inside[0, 1]
 to_rank_2 = tp_inside[0, 2]
-name = "rank 0 to rank 1, tp"
-compare(name, to_tp_neighbour, to_rank_1, within=1.01, unit="B", found="counted")
-name = "rank 0 to rank 2, pp"
-compare(name, to_pp_neighbour, to_rank_2, within=1.01, unit="B", found="counted")
+compare(
+    "rank 0 to rank 1, tp", to_tp_neighbour, to_rank_1,
+    within=1.01, unit="B", found="counted",
+)
+compare(
+    "rank 0 to rank 2, pp", to_pp_neighbour, to_rank_2,
+    within=1.01, unit="B", found="counted",
+)
 print("between the nodes, tp inside:", si(traffic.across_nodes(tp_inside, 2), "B"))
 print("between the nodes, tp across:", si(traffic.across_nodes(tp_across, 2), "B"))
 
@@ -494,8 +498,8 @@ cluster = l15.CLUSTER
 inside = GridShape(tp=2, pp=2)
 timed = ranks.run(emulate.timed_steps, model, inside, 8, 2, cluster, repeats=1)
 measured_line = stages.timeline(timed)
-name = "fraction of time idle"
-compare(name, idle_fraction, measured_line.bubble_over_total(), within=1.15)
+measured_idle = measured_line.bubble_over_total()
+compare("fraction of time idle", idle_fraction, measured_idle, within=1.15)
 measured_step_s = emulate.step_s(timed)
 expected_step_s = sum(step.iteration_parts(model, inside, 8, 2, cluster).values())
 print(f"the step took {measured_step_s / expected_step_s:.2f} times what was simulated")
