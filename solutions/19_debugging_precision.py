@@ -13,8 +13,8 @@
 # %% [markdown]
 # # 19 · Debugging precision across ranks
 #
-# A run in 8 bits learns less than it should. The loss curve says so, and nothing more. To find out why, one has to look
-# at the tensors inside, and on several ranks each of them sees only its part. In this lesson you find the reason in
+# A run in 8 bits learns less than it should. The loss curve says so, and nothing more. To find out why, you have to look
+# at the tensors inside, and on several ranks each rank sees only its part of them. In this lesson you find the reason in
 # statistics, repair the run with a few lines of YAML, and write the tools: statistics that are right across ranks, a
 # feature of your own, and the search for the first tensor in which two runs differ.
 #
@@ -26,7 +26,7 @@
 # - find what breaks an FP8 run, and repair it without leaving FP8;
 # - name the first tensor in which two runs differ, and the rank it came from.
 #
-# **Time**: 180 minutes, and 70 more for what is optional. Good places for a break are after section 3, and after
+# **Time**: 175 minutes, and 85 more for what is optional. Good places for a break are after section 3, and after
 # section 5.
 #
 # **Needs**: lesson 08 (sections 1 and 2), lesson 09 (section 2), lesson 12 (section 1),
@@ -55,17 +55,17 @@ def train(options, folder, fault=None):
         status()
 
 # %% [markdown]
-# ## 1. A run that learns less (core, 10 min)
+# ## 1. A run that learns less (core, 5 min)
 #
-# The model is a small GPT on four ranks, dp 2 x tp 2. `train` in the cell above does what
-# `python -m labcode.train` does with the same options, on ranks that are already there. We train it in bfloat16, and
-# then in FP8 with a scale that somebody has chosen to be on the safe side: `--fp8.margin 18`.
+# The model is a small GPT on four ranks, dp 2 x tp 2. `train` in the cell above does what `python -m labcode.train` does
+# with the same options, on ranks that have been started already. We train the model in bfloat16, and then in FP8 with a
+# scale that somebody has chosen to be on the safe side: `--fp8.margin 18`.
 #
 # Lesson 18 had the formula of delayed scaling. The margin leaves room for growth:
 #
 # $$\text{scale} = \frac{\text{largest number of the format}}{2^{\text{margin}} \cdot \max(\text{history})}$$
 #
-# With margin 18 a tensor may become 2^18 = 262,144 times larger before it saturates. That sounds very safe.
+# With margin 18 a tensor may become 2^18 = 262,144 times larger before it saturates, which sounds very safe.
 
 # %% tags=["figure"]
 bf16 = train("--train.dtype bfloat16 --train.steps 50", "runs/bf16")[0]
@@ -79,20 +79,20 @@ plot.lines(
 )
 
 # %% [markdown]
-# It has not crashed, and nothing is infinite. The dashed line is the loss of a model that knows how often each character
-# occurs and nothing else. The run in FP8 learns this much, and little more. In a real project one would now try other
-# learning rates, and lose a week.
+# The run has not crashed, and nothing is infinite. The dashed line is the loss of a model that knows how often each
+# character occurs and nothing else. The run in FP8 learns this much, and little more. In a real project one would now
+# try other learning rates, and lose a week.
 
 # %% [markdown]
-# ## 2. Statistics of all layers from one YAML (core, 15 min)
+# ## 2. Statistics of all layers from one YAML (core, 13 min)
 #
-# One could put prints into the model. On four ranks, in 8 layers, at three tensors of each, that is a lot of prints,
-# and they have to be taken out again. The other way is to describe in a file what is to be looked at. NVIDIA's library
-# `nvdlfw_inspect` reads such a file, Transformer Engine's layers obey it, and so do labcode's. What can be done to a
-# layer is called a **feature**.
+# Prints in the model, on four ranks, in 8 layers, for three tensors of each, would be a lot, and they would have to be
+# taken out again. It is better to describe in a file what is to be looked at. NVIDIA's library `nvdlfw_inspect` reads
+# such a file, and the layers of Transformer Engine and of labcode obey it. What can be done to a layer is called a
+# **feature**.
 #
-# A feature may look at six tensors of each linear layer. The picture shows their names. *wgrad* and *dgrad* are also
-# the names of the GEMMs that compute these tensors; the forward GEMM is called *fprop*.
+# A feature may look at six tensors of each linear layer, with the names in the picture. *wgrad* and *dgrad* are also the
+# names of the GEMMs that compute these tensors; the forward GEMM is called *fprop*.
 
 # %% tags=["figure"]
 plot.watched_layer(caption="19.layer")
@@ -117,18 +117,17 @@ Path("look.yaml").write_text(look)
 print(f"{len(look.splitlines()) - 1} lines for four ranks")
 
 # %% [markdown]
-# `underflows%` is how much of a tensor, in percent, was not zero before the cast and is zero after it. `overflows%` is
-# how much was too large. A scale from the tensor itself leaves nothing too large, so Transformer Engine has `overflows%`
-# for delayed scaling alone, and so has labcode. Each rank writes into a file of its own in `--debug.log_dir`, which is
-# `debug` in the run's folder unless told otherwise. `--debug.reduce_over dp tp` says that the counts of all four ranks
-# are reduced to one. Section 4 is about this option. All ranks must read the same file, on every node: labcode compares
-# what they have read, and refuses to start if one of them has another.
+# `underflows%` is the percentage of values that were not zero before the cast and are zero after it. `overflows%` is the
+# percentage that was too large. With a scale from the tensor itself nothing is too large, so Transformer Engine has
+# `overflows%` for delayed scaling only, and so has labcode. Each rank writes to its own file in `--debug.log_dir`, by
+# default `debug` in the run's folder. `--debug.reduce_over dp tp` reduces the counts of all four ranks to one; section 4
+# is about this option. All ranks must read the same file, on every node: labcode compares what they have read, and
+# refuses to start if one of them differs.
 #
-# One thing to know: in step 0 a delayed scale has no history yet, and is 1. So that step says nothing about the margin,
-# and we look at step 40.
+# In step 0 a delayed scale has no history yet, and is 1. That step says nothing about the margin, so we look at step 40.
 #
 # What will the statistics say about the run with margin 18? The largest number of a tensor lands at 448 / 2^18, which
-# is a little less than 2^-9. The smallest number of e4m3 is 2^-9, and what is less than half of it becomes zero. For
+# is a little less than 2^-9. The smallest number of e4m3 is 2^-9, and whatever is less than half of it becomes zero. For
 # gradients the format is e5m2: the largest number lands at 57,344 / 2^18, a little less than 2^-2, and the smallest
 # number of e5m2 is 2^-16.
 #
@@ -159,10 +158,10 @@ print(f"most overflows: {max(max(row) for row in overflows):g} %")
 plot.heatmap(underflows, rows=lab.LAYERS, columns=lab.TENSORS, caption="19.underflows")
 
 # %% [markdown]
-# Activations and weights are lost in all layers, and most gradients arrive whole. Nothing overflows anywhere: the
-# safety against overflow has been paid for with nearly all numbers. (qkv is an exception: its gradient holds those of
-# queries, keys and values under one scale, and the smaller ones are lost. Section 5 shows that the run learns all the
-# same. Such a table says where to look, not what the cause is.)
+# Activations and weights are lost in all layers, while most gradients survive. Nothing overflows anywhere: safety
+# against overflow has cost nearly all numbers. The gradient of qkv is an exception: it holds those of queries, keys and
+# values under one scale, and the smaller ones are lost. Section 5 shows that the run learns all the same, so such a
+# table says where to look, not what the cause is.
 #
 # The numbers come from the ranks' files. A line has the name of the layer, of the tensor and of the statistic, and the
 # step:
@@ -174,19 +173,19 @@ for line in lines[-4:]:
     print(*line.split())
 
 # %% [markdown]
-# **Takeaway: a loss curve says that something is wrong, statistics of tensors say where. Look at underflows first, with
-# delayed scaling at overflows too, and not in its first step.**
+# **Takeaway: a loss curve says that something is wrong, and statistics of tensors say where. Look at underflows first,
+# with delayed scaling at overflows too, and skip its first step.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* People expect overflow to be the danger. Ask: why does the run learn at all? (Embeddings, norms,
-# biases and the head are not in FP8; with the residual path they make a model of single characters.) Ask: what would
+# biases and the head are not in FP8; with the residual path they form a model of single characters.) Ask: what would
 # margin 4 do? (Nothing that can be seen: 14 powers of two are left.)
 
 # %% [markdown]
-# ## 3. Statistics of shards are not averages (core, 35 min)
+# ## 3. Statistics of shards are not averages (core, 50 min)
 #
-# The counts of section 2 were easy to reduce: they add up. Is that so for all statistics? Take six values on two ranks:
-# 1, 2, 3 on rank 0, and 11, 12, 13 on rank 1. The mean of the whole is the mean of the two means, as both parts
+# The counts of section 2 were easy to reduce, because they add up. Is that so for all statistics? Take six values on two
+# ranks: 1, 2, 3 on rank 0, and 11, 12, 13 on rank 1. The mean of the whole is the mean of the two means, as both parts
 # have the same size. What about the **standard deviation** (std), the root of the sum of squared distances from the
 # mean, divided by n - 1?
 #
@@ -246,30 +245,28 @@ check("19.1", combine)
 
 # %% [markdown]
 # Why not send the sum of all x and the sum of all x², which simply add up? The variance would be the mean of x² minus
-# the square of the mean: the difference of two large numbers when values lie far from zero. Take values around 1000
-# that spread by 0.01, so that their variance is 0.0001. Their squares are about 1,000,000, and float32 has 24 bits, so it
-# knows a number of that size to about 0.06:
+# the square of the mean, which is the difference of two large numbers when values lie far from zero. Take values around
+# 1000 that spread by 0.01, so that their variance is 0.0001. Their squares are about 1,000,000, and float32 with its 24
+# bits represents a number of that size to about 0.06:
 
-# %% tags=["nbval-check-output"]
+# %%
 torch.manual_seed(0)
 x = 1000 + 0.01 * torch.randn(10_000)
 squares = moments.measure(x).squares
 print(f"M2 / n: {squares / len(x):.5f}")
-
-# %%
 by_squares = x.square().mean() - x.mean().square()
 print(f"mean of the squares minus square of the mean: {by_squares.item():.4f}")
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 19.2 · Statistics over a group
 #
-# Each rank of `group` has a part of a tensor, `x` (of any shape), and `kept`: what is left of each value of it after
+# Each rank of `group` has a part of a tensor, `x` (of any shape), and `kept`, what is left of each of its values after
 # the cast to 8 bits. Return the same dict on all ranks, with Python numbers, of the whole tensor: `mean`, `std` (which
-# divides by n - 1, as `torch.std` does), `min`, `max`, `amax` (the largest |x|), and `underflows%`. Parts may have
-# different sizes, and one of them may be empty; the whole tensor has at least two values. `underflows%` counts the
-# values that were not zero and are zero after the cast, in percent of **all** values. Compute in float64. Put a few
-# numbers into a tensor, and send it with **one** collective. `min()` and `max()` of an empty tensor raise an error;
-# `math.inf` is larger than every number. You may use `combine`. About 20 lines.
+# divides by n - 1, as `torch.std` does), `min`, `max`, `amax` (the largest |x|), and `underflows%`, the values that were
+# not zero and are zero after the cast, in percent of **all** values. Parts may have different sizes, and one of them may
+# be empty; the whole tensor has at least two values. Compute in float64. Put a few numbers into a tensor, and send it
+# with **one** collective. `min()` and `max()` of an empty tensor raise an error; `math.inf` is larger than every number.
+# You may use `combine`. About 20 lines.
 
 # %% tags=["exercise"]
 def statistics(x, kept, group):
@@ -312,39 +309,35 @@ def statistics(x, kept, group):
 check("19.2", statistics, ranks)
 
 # %% [markdown]
-# labcode does the same with nine numbers for each tensor. All tensors that a step logs travel in one message for each
-# group.
-
-# %%
-show_source(moments.Moments.__add__)
-
-# %% [markdown]
-# **Takeaway: what can be reduced are counts, sums, smallest and largest values, and (n, mean, M2). Send these, and
-# compute std and percent at the end. A mean of stds is the std of nothing.**
+# labcode does the same with nine numbers for each tensor (`labcode/precision/moments.py`), and sends those of all
+# tensors that a step logs in one message for each group.
+#
+# **Takeaway: counts, sums, smallest and largest values, and (n, mean, M2) can be reduced. Send these, and compute std
+# and percentages at the end. A mean of stds is not the std of anything.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* In 19.2 the common mistakes are: world for group, a collective inside `if x.numel()` (the others
-# wait for ever), five all-reduces with five operations, and percent averaged over parts of different sizes. Ask: which
-# statistic cannot be reduced from a few numbers of each rank? (The median.)
+# *For the instructor.* In 19.2 the common mistakes are: the world instead of the group, a collective inside
+# `if x.numel()` (the others wait for ever), five all-reduces with five operations, and percentages averaged over parts
+# of different sizes. Ask: which statistic cannot be reduced from a few numbers of each rank? (The median.)
 
 # %% [markdown]
-# ## 4. Over which ranks statistics are reduced (core, 25 min)
+# ## 4. Over which ranks statistics are reduced (core, 32 min)
 #
 # On a grid there is a choice. Ranks of tp hold different parts of one tensor (or copies of it), ranks of dp see other
 # samples, and ranks of pp have other layers. `--debug.reduce_over` names the axes over which statistics are reduced;
-# without it each rank writes what it sees itself. Ranks whose statistics are reduced to one make a **reduction group**.
-# Each of them has a file of its own, with the same lines in it. In this run rank 0 is (dp 0, tp 0), rank 1 is (dp 0,
-# tp 1), and ranks 2 and 3 are those of dp 1.
+# without it each rank writes what it sees itself. Ranks whose statistics are reduced to one form a **reduction group**.
+# Each of them has its own file, with the same lines in it. In this run rank 0 is (dp 0, tp 0), rank 1 is (dp 0, tp 1),
+# and ranks 2 and 3 are those of dp 1.
 #
-# Weights have a rule of their own. Ranks of dp have the same weights, so their statistics need no reduction over dp.
-# Over tp they are **always** reduced, whatever `reduce_over` says, unless this is switched off by
-# `--debug.reduce_weights false`. Transformer Engine does so as well: a layer of it is told its tp group, and no other.
-# That is why the group for all other tensors has to be named.
+# Weights have their own rule. Ranks of dp have the same weights, so their statistics need no reduction over dp. Over tp
+# they are **always** reduced, whatever `reduce_over` says, unless this is switched off by `--debug.reduce_weights
+# false`. Transformer Engine does the same: its layers know their tp group and no other, which is why the group for all
+# other tensors has to be named.
 #
 # We log activations, weights and gradients of one step. Each rank of dp has samples of its own.
 #
 # **Predict.** How many different files do the four ranks write, if statistics are reduced over none, over tp, over dp,
-# and over both? Now the lines on weights alone, with `reduce_over` empty: how many different files are there, with the
+# and over both? Now only the lines on weights, with `reduce_over` empty: how many different files are there, with the
 # rule and without it?
 
 # %% tags=["predict"]
@@ -406,26 +399,14 @@ plot.reduction_groups(
 # %% [markdown]
 # tp lies to the right, dp downwards, and ranks with the same letter write files with the same content.
 #
-# Here is one activation that tp cuts, the input of an MLP's second layer, as each rank sees it and as they see it
-# together. (The mean of the four would be nearly right here, because the four parts have nearly the same mean. Nothing
-# says so beforehand.)
-
-# %%
-down = "blocks.0.mlp.down_activation"
-name = f"{down}_std"
-alone = [debug.read_statistics(Path("runs/none/debug"), r)[name, 0] for r in range(4)]
-both = debug.read_statistics(Path("runs/both/debug"), 0)[name, 0]
-print("each rank:", ", ".join(f"{value:.6f}" for value in alone))
-print(f"all four:  {both:.6f}")
-
-# %% [markdown]
-# If nothing was reduced while the run went on, the files of the ranks can still be reduced **afterwards**. They have
-# the mean and the std of each part. What they do not have is n. Here it follows from the shapes: a rank has 4 of the 8
-# samples, of 64 tokens each, and the MLP has 256 units, of which 128 lie on a rank; outside of it there are 64
-# features. So M2 = std² (n - 1), and the parts are merged by the formula of section 3. Which ranks hold parts depends
-# on the tensor. Of this activation all four hold one. The gradient of the layer's output is the same on both ranks of
-# tp, so one file of each tp group is enough. And the weight is cut over tp alone. Its parts are in the files only if
-# they have not been reduced by the rule, so we take the run with `--debug.reduce_weights false`.
+# If nothing was reduced during the run, the files of the ranks can still be reduced **afterwards**. They have the mean
+# and the std of each part. What they do not have is n. It follows from the shapes: a rank has 4 of the 8 samples, of 64
+# tokens each, and the MLP has 256 units, of which 128 are on each rank; outside of it there are 64 features. Then
+# M2 = std² (n - 1), and the parts are merged by the formula of section 3. Which ranks hold parts depends on the tensor.
+# We take `mlp.down`, the second layer of the first MLP. Each of the four ranks holds a part of its input. The gradient of
+# its output is the same on both ranks of tp, so one file of each tp group is enough. And its weight is cut over tp only.
+# The parts of the weight are in the files only if the rule has not reduced them, so we take the run with
+# `--debug.reduce_weights false`.
 
 # %%
 from labcode.precision import moments
@@ -453,11 +434,49 @@ for tensor, std in afterwards.items():
     print(f"{tensor}: as in the run {math.isclose(std, reduced, rel_tol=1e-6)}")
 
 # %% [markdown]
+# The two other gradients of a layer, *dgrad* and *wgrad*, can be logged like all other tensors, and the guide of
+# Transformer Engine names them for this use: without a reduction group each rank writes those of its own part, for you
+# to process later.
+
+# %%
+Path("gradients.yaml").write_text("""
+gradients:
+  enabled: True
+  layers:
+    layer_name_regex_pattern: blocks
+  transformer_engine:
+    LogTensorStats:
+      enabled: True
+      tensors: [weight, activation, dgrad, wgrad]
+      stats: [mean, std]
+""")
+GRADIENTS = "--debug.config gradients.yaml --train.steps 1"
+_ = train(f"{GRADIENTS} --debug.reduce_weights false", "runs/parts")
+_ = train(f"{GRADIENTS} --debug.reduce_over dp tp", "runs/reduced")
+
+# %% tags=["nbval-check-output"]
+for kind in ("weight", "activation", "dgrad", "wgrad"):
+    print(f"{kind}: {different_files('runs/parts', f'_{kind}_')} different files")
+
+by_rank = {
+    "dgrad": std_afterwards("runs/parts", [0, 1, 2, 3], 4 * 64 * 128, "dgrad"),
+    "wgrad": std_afterwards("runs/parts", [0, 1, 2, 3], 64 * 128, "wgrad"),
+}
+reduced = debug.read_statistics(Path("runs/reduced/debug"), 0)
+for tensor, std in by_rank.items():
+    std_of_run = reduced[f"blocks.0.mlp.down_{tensor}_std", 0]
+    print(f"{tensor}: as in the run {math.isclose(std, std_of_run, rel_tol=1e-6)}")
+
+# %% [markdown]
+# Only weights are the same on ranks of dp. A wgrad has the shape of the weight, but it comes from the samples of its own
+# rank: it is seen before dp averages the gradients. So its statistics over dp are those of the values of all ranks, not
+# of their average.
+#
 # And with **fully sharded data parallelism** (FSDP, or ZeRO-3)? Then each rank of dp keeps a part of every weight, and
 # the rule of tp does nothing about it. What counts is when the statistic is taken. The features look at a layer while
-# it runs, and then its weight has been gathered; wgrad is seen before the reduce-scatter. So both are those of the whole
-# tensor, as with DDP. (A loop of your own over `model.parameters()` between two steps would see parts.) The cell below
-# trains the same step with ZeRO-3:
+# it runs, when its weight has been gathered, and they see wgrad before the reduce-scatter. So both are those of the
+# whole tensor, as with DDP. (A loop of your own over `model.parameters()` between two steps would see parts.) The cell
+# below trains the same step with ZeRO-3:
 
 # %%
 _ = train(f"{ONE} --parallel.zero_stage 3", "runs/fsdp")
@@ -469,14 +488,8 @@ print(f"lines on weights: {len(same)}, equal to those without ZeRO: {sum(same)}"
 
 # %% [markdown]
 # **TensorBoard** draws the same statistics, with `--debug.tensorboard`. Four ranks that write the same curve would draw
-# it four times, so no more ranks write than are needed to have every curve once. Each of them has a folder of its own.
-#
-# **Predict.** How many folders are there below `tensorboard` for tp 2 x dp 2, reduced over both, and how many for
-# tp 2 x pp 2, reduced over tp?
-
-# %% tags=["predict"]
-folders_without_pp = 1
-folders_with_pp = 2  # each stage has layers that no other has
+# it four times, so only as many ranks write as are needed to have every curve once. Each of them has its own folder.
+# Here is how many folders there are for tp 2 x dp 2, reduced over both, and for tp 2 x pp 2, reduced over tp:
 
 # %%
 STAGES = "--parallel.dp 1 --parallel.pp 2 --parallel.pipeline_schedule gpipe"
@@ -486,19 +499,19 @@ _ = train(f"{ONE} {STAGES} --debug.reduce_over tp --debug.tensorboard", "runs/st
 def folders(run):
     return sorted(path.name for path in Path(run, "debug/tensorboard").iterdir())
 
-few, more = len(folders("runs/both")), len(folders("runs/stages"))
-compare("tp 2 x dp 2", folders_without_pp, few, within=1, found="counted")
-compare("tp 2 x pp 2", folders_with_pp, more, within=1, found="counted")
+print(f"tp 2 x dp 2: {folders('runs/both')}")
+print(f"tp 2 x pp 2: {folders('runs/stages')}")
 print(f"different files of tp 2 x pp 2: {different_files('runs/stages')}")
-shown = lab.tensorboard("runs/both/debug/tensorboard/stage-0")
-agree = math.isclose(shown[name, 0], both, rel_tol=1e-6)
-print(f"TensorBoard and the file agree: {agree}")
+name = "blocks.0.mlp.down_activation_std"
+in_file = debug.read_statistics(Path("runs/both/debug"), 0)[name, 0]
+shown = lab.tensorboard("runs/both/debug/tensorboard/stage-0")[name, 0]
+print(f"TensorBoard and the file agree: {math.isclose(shown, in_file, rel_tol=1e-6)}")
 
 # %% [markdown]
-# One rank of each stage of the pipeline writes (where the documentation says "in each pipeline parallel
-# group", it means this), the one with coordinate 0 on every other axis: the ranks of a stage have the same layers, and
-# those of another stage have none of them. So the files of two stages are never equal, over whatever axes they are
-# reduced. With eight ranks, tp 2 x dp 2 x pp 2:
+# One rank of each stage of the pipeline writes, the one with coordinate 0 on every other axis. (Where the documentation
+# says "in each pipeline parallel group", it means this.) The ranks of a stage have the same layers, and those of another
+# stage have none of them. So the files of two stages are never equal, whatever the axes over which they are reduced.
+# With eight ranks, tp 2 x dp 2 x pp 2:
 
 # %% tags=["figure"]
 plot.reduction_groups(
@@ -528,12 +541,13 @@ def same_file(tp, dp, pp, over):
 check("19.3", same_file)
 
 # %% [markdown]
-# Which choice is the right one? Over all axes, if you want to compare with one process or with another grid. Over none,
-# if you suspect a single rank: a sick GPU is hidden in a mean of 64. (The largest and the smallest value of the group
-# may show it, but not whose they are.) Over tp, if you suspect the data: samples differ between ranks of dp.
+# Which choice is the right one? Reduce over all axes if you want to compare with one process or with another grid, and
+# over none if you suspect a single rank: a faulty GPU is hidden in a mean of 64. (The largest and the smallest value of
+# the group may show it, but not whose they are.) Reduce over tp if you suspect the data, because samples differ between
+# ranks of dp.
 #
 # Features that **change** a tensor, such as a scale of its own (section 5), do so on each rank for its own part, and no
-# option reduces that.
+# option changes that.
 #
 # **Takeaway: statistics are equal within a reduction group. Those of weights are reduced over tp by default, all others
 # over the axes that you name, and none over pp.**
@@ -541,27 +555,27 @@ check("19.3", same_file)
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Ask: which lines are equal on ranks 0 and 1 even over none? (Weights by the rule, and tensors
 # that tp copies: the input of qkv and of the MLP's first layer, the output and its gradient of proj and of the second
-# layer.) Such a copy is counted once in a group: otherwise it would weigh twice.
+# layer.) Such a copy is counted once in a group, or it would count twice.
 
 # %% [markdown]
-# ## 5. Repair it in the YAML (core, 25 min)
+# ## 5. Repair it in the YAML (core, 30 min)
 #
 # Back to the run of section 1. Of course one could set the margin to 0. But in a run of weeks one often wants to
-# change some layers only, and to find out which of them suffer. These features change what a layer does in FP8:
+# change only some layers, and to find out which of them suffer. These features change what a layer does in FP8:
 #
 # | feature | what it does | settings |
 # |---|---|---|
-# | DisableQuantizationLayer | all three products of the layer run without FP8 | none |
-# | DisableQuantizationGEMM | the named products run without FP8 | gemms |
-# | PerTensorScaling | the named operands of the named products get a scale from their own amax, as in current scaling | gemms, tensors, margin (0 if left out; labcode's own) |
-# | FakeQuant | the named products run without FP8, and the named tensors are rounded as FP8 would round them | gemms, tensors, quant_format |
+# | DisableQuantizationLayer | all three matmuls of the layer run without FP8 | none |
+# | DisableQuantizationGEMM | the named matmuls run without FP8 | gemms |
+# | PerTensorScaling | the named operands of the named matmuls get a scale from their own amax, as in current scaling | gemms, tensors, margin (default 0; labcode's own) |
+# | FakeQuant | the named matmuls run without FP8, and the named tensors are rounded as FP8 would round them | gemms, tensors, quant_format |
 #
 # The first two have had these names since 2026, as they are not for FP8 alone. Their old names, `DisableFP8Layer` and
-# `DisableFP8GEMM`, are taken as well. With FakeQuant one sees what a cast does to a run, one tensor at a time: in a
-# layer that is in FP8, and in one that is not.
+# `DisableFP8GEMM`, are accepted as well. FakeQuant shows what a cast does to a run, one tensor at a time, both in a
+# layer that is in FP8 and in one that is not.
 #
-# `gemms` is a list of products: `fprop` for y = x Wᵀ, `dgrad` for dx = dy W, `wgrad` for dW = dyᵀ x. An operand goes
-# into two of them. Where products differ in their tensors or settings, `gemms_struct` names each by itself:
+# `gemms` is a list of matmuls: `fprop` for y = x Wᵀ, `dgrad` for dx = dy W, `wgrad` for dW = dyᵀ x. Each operand goes
+# into two of them. Where matmuls differ in their tensors or settings, `gemms_struct` names each by itself:
 #
 # ```yaml
 # FakeQuant:
@@ -575,8 +589,8 @@ check("19.3", same_file)
 #       quant_format: FP8E5M2
 # ```
 #
-# A file with a mistake is refused before the first step, with the number of the line. (nvdlfw_inspect alone would
-# ignore a wrong key without a word.) The next cell has such a file, and ends in that error.
+# A file with a mistake is refused before the first step, with the number of the line. (nvdlfw_inspect alone ignores a
+# wrong key silently.) The next cell has such a file, and ends in that error.
 
 # %% tags=["raises-exception"] raises="RankError: rank 0: ValueError: wrong.yaml, line 7: unknown feature"
 wrong = """
@@ -592,15 +606,15 @@ Path("wrong.yaml").write_text(wrong)
 train(f"{FP8} --debug.config wrong.yaml --train.steps 1", "runs/wrong")
 
 # %% [markdown]
-# Which layers stop the run, and which of their products? One can find out by **bisection**. All out of FP8 is a run that
-# learns. Put one half back, then the other, and see which of them stops it; then go on inside that half. First the
-# layers: attention alone in FP8, and the MLP alone.
+# Which layers hold the run back, and which of their matmuls? **Bisection** tells. With everything out of FP8 the run
+# learns. Put one half back, then the other, and see which of them harms it; then go on inside that half. First the
+# layers: only attention in FP8, and only the MLP.
 
 # %%
 ALL = ["fprop", "dgrad", "wgrad"]
 
 def loss_without(layers, gemms):
-    """The validation loss after 30 steps, with products of some layers out of FP8."""
+    """The validation loss after 30 steps, with matmuls of some layers out of FP8."""
     Path("bisect.yaml").write_text(f"""
 bisect:
   enabled: True
@@ -623,8 +637,8 @@ for name, loss in halves.items():
     print(f"{name}: {loss:.2f}")
 
 # %% [markdown]
-# Attention may stay in FP8. So we leave it there, and put the products of the MLP back one by one. Look at the table of
-# section 2 once more: which tensors arrive nearly whole, and which operands has each product?
+# Attention may stay in FP8. So we leave it there, and put the matmuls of the MLP back one by one. Look at the table of
+# section 2 once more: which tensors survive nearly whole, and which operands does each matmul have?
 #
 # **Predict.** Which single GEMM of the MLP does most harm in FP8: "fprop", "dgrad", or "wgrad"?
 
@@ -657,19 +671,19 @@ plot.bars(
 # Begin such a search from the run that learns. From the other end it may find nothing: with only fprop out of FP8 in
 # all layers, the other two GEMMs together still hold this run back.
 #
-# The fault of this run, a wrong setting, was made for the lesson. In the long runs that have been published the cause grew
-# by itself: Fishman et al. (2024) trained a model of 7 billion parameters in FP8, which diverged after 200 billion tokens,
-# and traced it to the MLP: outliers in the product of the two branches of SwiGLU, which came and went from one step to the
-# next, so that a delayed scale did not fit them. A model of our size shows nothing of this in a minute, but the search
-# is the same.
+# The fault of this run, a wrong setting, was made for the lesson. In the long runs that have been published the cause
+# grew by itself. Fishman et al. (2024) trained a model of 7 billion parameters in FP8, which diverged after 200 billion
+# tokens, and traced the cause to the MLP: outliers in the product of the two branches of SwiGLU came and went from one
+# step to the next, so that a delayed scale did not fit them. A model of our size shows nothing of this in a minute, but
+# the search is the same.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 19.4 · Four lines that repair the run
 #
-# Write the YAML as text. After it, the run must learn as in bfloat16, **every product of every layer must still run in
-# FP8**, and no tensor may be left of which the table of section 2 says that nearly everything is lost, in any product.
-# The frame is that of `wrong` above: a block with a name, `enabled`, `layers` and `transformer_engine`; below stand the
-# four lines that repair it. The check trains 50 steps on the four ranks.
+# Write the YAML as text. With it, the run must learn as in bfloat16, **every matmul of every layer must still run in
+# FP8**, and each tensor that is nearly all lost in the table of section 2 must be repaired in all of its matmuls. The
+# frame is that of `wrong` above: a block with a name, `enabled`, `layers` and `transformer_engine`, and below it the four
+# lines that repair the run. The check trains 50 steps on the four ranks.
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
@@ -690,7 +704,7 @@ mend:
 check("19.4", mend_yaml, ranks)
 
 # %% [markdown]
-# Here is the curve of a run that labcode's own four lines have repaired, beside that in bfloat16.
+# Here is the curve of a run that labcode's own four lines have repaired, beside that of bfloat16.
 
 # %% tags=["figure"]
 options = f"{FP8} --debug.config {lab.mend_file()} --train.steps 50"
@@ -705,31 +719,31 @@ plot.lines(
 )
 
 # %% [markdown]
-# The gradients kept their delayed scale with margin 18, and the run learns all the same, although those of qkv lose a
-# good part of their values: the small ones beside much larger ones. A scale of its own costs a second pass over the
-# tensor (lesson 18), so it should go where it is needed.
+# The gradients kept their delayed scale with margin 18, and the run learns all the same, although those of qkv lose many
+# of their values, the small ones beside much larger ones. A scale from the tensor itself costs a second pass over it
+# (lesson 18), so use one only where it is needed.
 #
-# **Takeaway: features change single operands of single products. Use them to find out what repairs a run, and then put
+# **Takeaway: features change single operands of single matmuls. Use them to find out what repairs a run, and then put
 # that change into the recipe.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* The bisection comes to the same product with three seeds. With fprop alone out of FP8 in all layers
-# the loss after 50 steps is 3.09, with dgrad alone 3.29, with wgrad alone 3.57: from that end one would blame none of
-# them. Measured on one machine after 50 steps: bfloat16 2.63, FP8 3.16, repaired 2.66; activation alone
-# 2.71, weight alone 3.27, both but in fprop alone 3.08. Ask why the weight alone does not help. (The product has two
-# operands; if the other is zeros, it is zero.)
+# *For the instructor.* The bisection finds the same matmul with three seeds. With only fprop out of FP8 in all layers
+# the loss after 50 steps is 3.09, with only dgrad 3.29, with only wgrad 3.57: from that end one would blame none of
+# them. Measured on one machine after 50 steps: bfloat16 2.63, FP8 3.16, repaired 2.66; activation alone 2.71, weight
+# alone 3.27, both but only in fprop 3.08. Ask why the weight alone does not help. (The matmul has two operands; if the
+# other is zeros, the result is zero.)
 
 # %% [markdown]
-# ## 6. What the number of ranks changes (core, 20 min)
+# ## 6. What the number of ranks changes (optional, 20 min)
 #
 # Up to rounding, a run on many ranks gives the same result as on one, and so do the statistics of section 4. With
 # features that change a tensor this need not hold.
 #
 # **Scales of shards.** With delayed scaling the ranks that have parts or copies of one tensor share its amax (lesson
-# 18, section 9), and cast with one scale. PerTensorScaling and FakeQuant take the amax of what lies on this rank, and
-# send nothing. `LogFp8TensorStats` shows both scales, as 1 / scale: `scale_inv_max` is that of the run's own cast.
-# Prefixed with the name of a recipe, it says what that recipe would do: `fp8_current_scaling_scale_inv_max` is the
-# scale from the rank's own tensor, which PerTensorScaling would use.
+# 18, section 9), and cast with one scale. PerTensorScaling and FakeQuant take the amax of what is on this rank, and send
+# nothing. `LogFp8TensorStats` shows both scales, as 1 / scale: `scale_inv_max` is that of the run's own cast. Prefixed
+# with the name of a recipe, it says what that recipe would do: `fp8_current_scaling_scale_inv_max` is the scale from the
+# rank's own tensor, which PerTensorScaling would use.
 #
 # We train two steps on tp 4. tp cuts the weight of `mlp.up` into four parts, and its input is copied to all four ranks
 # (lesson 09). `--debug.reduce_weights false` lets each rank write what it has.
@@ -783,9 +797,9 @@ plot.bars(
 # %% [markdown]
 # (The delayed scale comes from the step before, when the largest value was a little smaller.)
 #
-# Different scales round to different numbers. How much does that matter? FakeQuant in float32 isolates it: all weights
-# are rounded to e4m3, and everything else is exact to 24 bits. The four ranks are laid out as tp 1, 2 and 4, the rest
-# of them being dp. The weights and the 8 samples of the first step are the same.
+# Different scales round to different numbers. How much does that matter? FakeQuant in float32 isolates the effect: all
+# weights are rounded to e4m3, and everything else is exact to 24 bits. The four ranks are laid out with tp 1, 2 and 4,
+# and the rest of them is dp. The weights and the 8 samples of the first step are the same.
 #
 # **Predict.** The loss of the first step is 4.44. How far apart are the losses of the three layouts, about: "1e-7",
 # "1e-4", or "0.1"? First without FakeQuant, and then with it.
@@ -839,19 +853,12 @@ for tp in (1, 2, 4):
     print(f"tp {tp}: float32 {exact[tp]:.6f}, weights as in e4m3 {rounded[tp]:.6f}")
 
 # %% [markdown]
-# The rounding itself moves the loss by several parts in ten thousand, and the layout by about a fifth of that. Both
-# are small, and they are not noise of float32: two runs with PerTensorScaling or FakeQuant on different numbers of GPUs
-# are two different runs. For the same reason lesson 18 trains with one scale for all parts.
+# The rounding itself moves the loss by several parts in ten thousand, and the layout by about a fifth of that. Both are
+# small, but not as small as the rounding of float32: two runs with PerTensorScaling or FakeQuant on different numbers of
+# GPUs are two different runs. For the same reason lesson 18 trains with one scale for all parts.
 #
-# Without FP8 a product of a layer on many GPUs is that of one GPU. So DisableQuantizationGEMM and
-# DisableQuantizationLayer, which have no scale, should do the same on any grid. We look at PerTensorScaling and at this
-# in runs in FP8, where everything else is computed in bfloat16.
-#
-# **Predict.** With DisableQuantizationLayer in all layers, in how many of the three layouts is the first loss that of a run
-# in bfloat16, to the last bit: 0, 1, 2 or 3?
-
-# %% tags=["predict"]
-equal_to_bfloat16 = 3  # every product is then the one of bfloat16
+# DisableQuantizationGEMM and DisableQuantizationLayer have no scale, so they do the same on many GPUs as on one. Here
+# are both kinds of feature in FP8 runs, in which everything else is computed in bfloat16:
 
 # %%
 Path("disabled.yaml").write_text("""
@@ -881,26 +888,22 @@ in_8_bits = {
     "scales that all ranks share": first_losses(IN_FP8),
     "PerTensorScaling": first_losses(f"{IN_FP8} --debug.config own_scales.yaml"),
 }
-
-# %%
-disabled = in_8_bits["DisableQuantizationLayer"]
-equal = sum(disabled[tp] == in_8_bits["bfloat16"][tp] for tp in (1, 2, 4))
-compare("equal to bfloat16", equal_to_bfloat16, equal, within=1, found="counted")
 for name, losses in in_8_bits.items():
     shown = ", ".join(f"{loss:.6f}" for loss in losses.values())
     spread = max(losses.values()) - min(losses.values())
     print(f"{name:27} {shown}, apart by {spread:.1e}")
 
 # %% [markdown]
-# bfloat16 itself is a little different on each layout, as sums are rounded in another order. With a scale for each
-# shard the three runs are farther apart than with scales that all ranks share.
+# With DisableQuantizationLayer the loss is that of bfloat16 on each layout, which differs a little from one layout to
+# the next, as sums are made in another order. With a scale for each shard the three runs are farther apart than with
+# scales that all ranks share.
 #
 # **Micro-batches.** A step with four micro-batches calls each layer four times. Its statistics cover the whole step: a
 # weight, which stays the same during the step, counts once, and everything else is accumulated over the micro-batches.
 #
-# Let each rank of dp have micro-batches of one sample. One run has one of them in a step, the other one four, so four
-# times as many samples. `l1_norm` is the sum of |x|. One more thing is needed: a step's loss is the mean over its samples,
-# so with four micro-batches the loss of each is divided by four before backward.
+# Let each rank of dp have micro-batches of one sample. One run has one of them in a step, and the other has four, so
+# four times as many samples. `l1_norm` is the sum of |x|. Remember that a step's loss is the mean over its samples, so
+# with four micro-batches the loss of each is divided by four before backward.
 #
 # **Predict.** By which factor does `l1_norm` grow from one micro-batch to four: of an activation, of a weight, and of
 # the gradient of an output?
@@ -939,10 +942,10 @@ for tensor, factor in expected.items():
     compare(tensor, factor, four[key] / one[key], within=1.2)
 
 # %% [markdown]
-# (Within a factor of 1.2, as the samples are not the same.)
+# (A factor of 1.2 is allowed, as the samples are not the same.)
 #
-# **Takeaway: scales per tensor are scales per shard, so they make a run depend on the number of GPUs. In a step with
-# micro-batches weights count once and all else adds up.**
+# **Takeaway: a scale from each rank's own tensor is a scale for each shard, so it makes a run depend on the number of
+# GPUs. In a step with micro-batches weights count once, and everything else is accumulated.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Measured on one machine: losses 4.440263, 4.440264, 4.440264 without FakeQuant, and 4.439634,
@@ -951,9 +954,9 @@ for tensor, factor in expected.items():
 # `mean` of the activation grow too? (No: it is divided by the number of values, which grows as well.)
 
 # %% [markdown]
-# ## 7. A feature of your own (optional, 20 min)
+# ## 7. A feature of your own (optional, 21 min)
 #
-# The features that exist answer common questions. For your own question you write a class. The library calls its method
+# The existing features answer common questions. For your own question you write a class. The library calls its method
 # `inspect_tensor` for each tensor that the YAML names:
 #
 # - `config`: the settings below the feature's name in the YAML, with whatever keys you choose;
@@ -962,8 +965,8 @@ for tensor, factor in expected.items():
 #
 # `MetricLogger.log_scalar(name, value, iteration)` writes a line into this rank's file, and to TensorBoard.
 #
-# The base class `Feature` sees to it that the method is called for the tensors that the YAML names, and `@api_method`
-# marks it as one that the library calls. Here is an example that counts zeros:
+# The base class `Feature` reads from the YAML for which tensors the method is called, and `@api_method` marks it as one
+# that the library calls. Here is an example that counts zeros:
 
 # %%
 from nvdlfw_inspect.logging import MetricLogger
@@ -991,10 +994,10 @@ file = lab.write_feature(CountZeros, "features")
 print(file.read_text())
 
 # %% [markdown]
-# The model's activation function is GELU, which is x · Φ(x), where Φ(x) is how much of a normal distribution lies below
-# x. ReLU, which older models have, is the larger of x and 0.
+# The model's activation function is GELU, which is x · Φ(x), where Φ(x) is the fraction of a normal distribution that
+# lies below x. ReLU, which older models have, is the larger of x and 0.
 #
-# **Predict.** How many of the values that go into `blocks.0.mlp.down` are exactly zero: none (0), or about a half
+# **Predict.** What fraction of the values that go into `blocks.0.mlp.down` is exactly zero: none (0), or about a half
 # (0.5)?
 
 # %% tags=["predict"]
@@ -1025,8 +1028,8 @@ for (name, _), value in counted.items():
 # ### Exercise 19.5 · Dead units
 #
 # A **unit** of an MLP is one entry of the last dim of the activation that goes into its second layer. A unit is called
-# *dead* here if its size |x| is below `config["below"]` at every token of every sample: then it does nothing. Log how
-# many percent of the units of this rank are dead, in the steps that are multiples of `config["freq"]`, under the name
+# *dead* here if its size |x| is below `config["below"]` at every token of every sample, so that it does nothing. Log the
+# percentage of the units of this rank that are dead, in the steps that are multiples of `config["freq"]`, under the name
 # LAYER_TENSOR_dead%, such as `blocks.0.mlp.down_activation_dead%`. Your code becomes a file of its own: use nothing but
 # torch, MetricLogger and the arguments. 5 to 8 lines.
 
@@ -1052,17 +1055,17 @@ class DeadUnits(Feature):
 check("19.5", DeadUnits, ranks)
 
 # %% [markdown]
-# Each rank of tp has units of its own, so the number of this rank is right for its own units. Ranks of dp have the same
-# units and other samples: a unit that is dead here may live there. A feature that is to be right over dp as well takes
-# the largest size of each unit over the group first, with an all-reduce of the operation MAX. labcode gives the method
-# the reduction group as `group`, which is among `others` above. (Transformer Engine gives it the group of tp alone.)
+# Each rank of tp has its own units, so the number of this rank is right for them. Ranks of dp have the same units and
+# other samples, so a unit that is dead here may live there. To be right over dp as well, a feature first takes the
+# largest size of each unit over the group, with an all-reduce of the operation MAX. labcode gives the method the
+# reduction group as `group`, which is among `others` above. (Transformer Engine gives it the group of tp only.)
 #
 # **Takeaway: a question about a tensor is a class with one method. The YAML says where it looks.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* The usual mistake is to count values, not units. Ask: what would a rank do if its feature called
-# a collective in a step in which another rank does not? (Wait: `freq` must be the same on all ranks, which one YAML for
-# all sees to.)
+# a collective in a step in which another rank does not? (Wait: `freq` must be the same on all ranks, which is why all
+# read one YAML.)
 
 # %% [markdown]
 # ## 8. The first tensor that differs (core, 30 min)
@@ -1070,15 +1073,15 @@ check("19.5", DeadUnits, ranks)
 # Statistics find what is wrong with a format. They do not find a bug that makes numbers a little wrong: a kernel with
 # an error, a rank with an old library, a tensor that is added twice. Then the question is a different one. Given two
 # runs with the same seed, one right and one wrong, **in which tensor do they first differ?** Nearly everything after it
-# is wrong too, as a consequence, and tells us nothing new.
+# is wrong too, as a consequence, and tells you nothing new.
 #
-# With `--debug.record_steps 1` each rank writes the tensors of the first step, in the order in which they are made,
+# With `--debug.record_steps 1` each rank writes the tensors of the first step, in the order in which they are computed,
 # each with its place in the whole: which samples, which tokens, which features. So runs on different grids can be
 # compared, and the rank that was wrong first can be named. (Transformer Engine's `DumpTensors` writes tensors too, of
-# the layers and steps that the YAML names, and does not compare them. labcode reads it as well.)
+# the layers and steps that the YAML names, and does not compare them. labcode obeys it as well.)
 #
 # We plant a fault: on rank 1, the gradient of the input of `blocks.1.mlp.down` is too large by one part in a thousand.
-# Its product dx = dy W is wrong; forward is right.
+# The matmul dx = dy W is wrong, and forward is right.
 #
 # **Predict.** Does the loss of the first step differ, `True` or `False`? On how many ranks is the gradient of that
 # input different? It goes back through the MLP's activation function and its first layer, after which tp reduces the
@@ -1108,25 +1111,25 @@ compare("after the sum", ranks_after_the_sum, len(after), within=1, found="count
 
 # %% [markdown]
 # By how much may a tensor differ without being wrong? Two runs on different grids add in another order, and round
-# differently. So there is a **bound** for each tensor. The error of a part is measured by the size of the **whole**
-# tensor, brought to the size of the part:
+# differently, so there is a **bound** for each tensor. The error of a part is measured relative to the norm of the
+# **whole** tensor, scaled to the number of values in the part:
 #
 # $$\text{error} = \frac{\lVert b - a \rVert}{\lVert \text{whole} \rVert \cdot \sqrt{n_{\text{part}} / n_{\text{whole}}}}$$
 #
 # Here a and b are the part in the first and in the second run, ‖ ‖ is the root of the sum of squares, and n counts
-# values. (Why not by the size of the part? A small value may be the sum of large ones that nearly cancel. Its rounding
-# error is then as large as theirs.)
+# values. (Why not relative to the norm of the part? A small value may be the sum of large ones that nearly cancel, and
+# then its rounding error is as large as theirs.)
 #
-# A number that is not finite is never within the bound. And a comparison with *nan* is always False, as in lesson 18.
+# A number that is not finite is never within the bound. And a comparison with *nan* is always False.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 19.6 · The first difference
 #
-# `rows` is a list of tensors in the order in which they are made. Each row has a name, `whole` (the tensor of the first
-# run), and `parts`: {rank: (where, part)}. `part` is what this rank holds in the second run, and `whole[where]` is what
-# it should be (`where` is a tuple of slices). Return (name, list of ranks) of the first tensor with a part whose error
-# is not within `bound`, or None if there is none. A part of a tensor of zeros is right if it is exactly zero. About 14
-# lines.
+# `rows` is a list of tensors in the order in which they are computed. Each row has a name, `whole` (the tensor of the
+# first run), and `parts`: {rank: (where, part)}. `part` is what this rank holds in the second run, and `whole[where]` is
+# what it should be (`where` is a tuple of slices). Return (name, list of ranks) of the first tensor with a part whose
+# error is not within `bound`, or None if there is none. A part of a tensor of zeros is right if it is exactly zero. About
+# 14 lines.
 
 # %% tags=["exercise"]
 def first_departure(rows, bound):
@@ -1150,8 +1153,8 @@ check("19.6", first_departure)
 
 # %% [markdown]
 # labcode's tool does this for recorded runs: `python -m labcode.precision.bisect runs/right runs/faulty`. Its bound
-# comes from the precision of the two runs and grows with the root of the number of products behind a tensor, as
-# independent rounding errors do. The notebook calls the same functions.
+# comes from the precision of the two runs and grows with the root of the number of multiplications behind a tensor, as
+# independent rounding errors do. The next cells call the same functions.
 
 # %% tags=["nbval-check-output"]
 print(bisect.report(rows).splitlines()[-1])
@@ -1171,8 +1174,8 @@ plot.lines(
 )
 
 # %% [markdown]
-# (Errors of zero are drawn at 10^-9.) Nearly all tensors behind the first one are wrong too. The exceptions are
-# gradients of weights that backward had computed before it came to the fault, which stand at the end of the list.
+# (Errors of zero are drawn at 10^-9.) Nearly all tensors after the first one are wrong too. The exceptions are gradients
+# of weights that backward had computed before it came to the fault; they are at the end of the list.
 #
 # **Predict.** Now compare the right run with one in bfloat16, which keeps 8 significant bits of every operand.
 # Does `bisect` name a tensor, `True` or `False`?
@@ -1190,23 +1193,23 @@ print(f"nearest to its bound: {worst.error:.1e} of {worst.bound:.1e}")
 
 # %% [markdown]
 # That no tensor is named does not mean that all is well. A bound as wide as this one would also hide the fault above,
-# one part in a thousand. So record in float32 if you look for a fault.
+# one part in a thousand. So record in float32 when you look for a fault.
 #
 # **Takeaway: record one step of a run that is right and of one that is not, and look at the first tensor above the
 # bound of rounding. Everything after it is a consequence.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Mistakes in 19.6: the largest error for the first one, `error > bound` (False for nan), one rank
-# named where two differ, the error of the part by its own size. Ask: why only the first step? (After it Adam has turned
-# the rounding of small gradients into updates of full size: lr times a sign.)
+# *For the instructor.* Mistakes in 19.6: the largest error instead of the first one, `error > bound` (False for nan), one
+# rank named where two differ, the error of the part relative to its own norm. Ask: why only the first step? (After it
+# Adam has turned the rounding of small gradients into updates of full size: lr times a sign.)
 
 # %% [markdown]
-# ## 9. Not a number (core, 10 min)
+# ## 9. Not a number (core, 8 min)
 #
-# In 16 and in 32 bits one value that is not finite makes the loss *nan* within one step. A matrix product spreads it
-# over a row, attention over a sample, and the loss over everything. In FP8 it may do worse: a cast that saturates turns
-# an infinity into the largest number of its format (exercise 18.4). What labcode's FP8 layer makes of it is finite in
-# forward and backward, with each of its recipes: the run goes on, wrong, and says nothing. So we look in float32.
+# In 16 and in 32 bits one value that is not finite makes the loss *nan* within one step. A matmul spreads it over a row,
+# attention over a sample, and the loss over everything. In FP8 it may do worse: a cast that saturates turns an infinity
+# into the largest number of its format (exercise 18.4). With each of labcode's recipes the FP8 layer then gives finite
+# results in forward and backward: the run goes on, wrong, without any message. So we look in float32.
 #
 # Let the forward GEMM of `blocks.1.mlp.up` on rank 3 (dp 1, tp 1) return infinity everywhere.
 #
@@ -1226,7 +1229,7 @@ bad = sum(result.num_bad_gradients > 0 for result in results)
 compare("with bad gradients", ranks_with_bad_gradients, bad, within=1, found="counted")
 
 # %% [markdown]
-# All four have them, and all four report a loss of *nan*. Who began? `--debug.probe` says it:
+# All four have them, and all four report a loss of *nan*. Where did it begin? `--debug.probe` tells:
 
 # %%
 (line,) = [text for text in results[0].said.splitlines() if "first tensor" in text]
@@ -1235,22 +1238,22 @@ print(line.replace(": ", ":\n  ", 1).replace("; ", ";\n  "))
 # %% [markdown]
 # (The training counts its steps from 1, and the files of statistics from 0.)
 #
-# In a good step the probe costs one all-reduce of one number. A bad step runs once more, and now the probe looks at
+# In a good step the probe costs one all-reduce of one number. A bad step is run once more, and now the probe looks at
 # every tensor. It checks the GEMM of each rank **before** tp reduces the partial results, because afterwards all ranks
 # of the group have the bad values. There is no common clock, so "first" is decided by order: forward before backward,
-# the stage of the pipeline, and how many tensors a rank has seen before.
+# then the stage of the pipeline, then how many tensors a rank has seen before.
 #
 # On GPUs PyTorch has a coarser check of its own. With `TORCH_NCCL_NAN_CHECK=1` a rank stops at the first collective to
 # which it would bring a *nan*. That names the rank and the step, but not the GEMM.
 #
-# **Takeaway: after the step every rank has nan. Ask for the first tensor, before the next collective has spread it.**
+# **Takeaway: after the step every rank has nan. Look for the first tensor, before the next collective has spread it.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Ask: what if all inputs of the named product are finite, as here? (The product itself is to
-# blame: hardware, or a kernel.) And if one input was not? (Then it would have been named.)
+# *For the instructor.* Ask: what if all inputs of the named matmul are finite, as here? (The matmul itself is to blame:
+# hardware, or a kernel.) And if one input was not? (Then it would have been named.)
 
 # %% [markdown] tags=["exercise"]
-# ## 10. Open end: a diagnosis that writes its own YAML (optional, 30 min)
+# ## 10. Open end: a diagnosis that writes its own YAML (optional, 27 min)
 #
 # ### Exercise 19.7 · From statistics to the cure
 #
@@ -1259,13 +1262,13 @@ print(line.replace(": ", ":\n  ", 1).replace("; ", ";\n  "))
 # repairs the run, by this rubric, which the check applies to eight logs:
 #
 # 1. a tensor is lost if **more than 5 %** of it underflow in the **last** step of the log;
-# 2. each lost tensor gets PerTensorScaling, in all three products;
+# 2. each lost tensor gets PerTensorScaling, in all three matmuls;
 # 3. no other tensor gets it;
 # 4. no layer stands in two blocks, no two blocks have the same name, and nothing leaves FP8;
 # 5. names of layers may contain `_`, and `blocks.1` is not `blocks.11`;
 # 6. if nothing is lost, the text is empty.
 #
-# `layers:` may hold `exact_layer_names: [blocks.0.mlp.up]` in place of a pattern. About 22 lines.
+# `layers:` may hold `exact_layer_names: [blocks.0.mlp.up]` instead of a pattern. About 22 lines.
 
 # %% tags=["exercise"]
 def diagnose(found):
@@ -1298,7 +1301,7 @@ def diagnose(found):
 check("19.7", diagnose)
 
 # %% [markdown]
-# Then let it repair the run of section 2:
+# Then use it to repair the run of section 2:
 #
 # ```python
 # found = debug.read_statistics(Path("runs/look/debug"), 0)
@@ -1312,11 +1315,11 @@ check("19.7", diagnose)
 # larger. The statistic to look at then is `mse`.)
 
 # %% [markdown]
-# ## 11. The calls of Transformer Engine (optional, 20 min)
+# ## 11. The calls of Transformer Engine (optional, 17 min)
 #
 # labcode's command calls `nvdlfw_inspect` for you. In a training loop with Transformer Engine you call it yourself. The
-# code below trains the layer of lesson 18, section 11, on dp x tp, with the features of `look.yaml`. No cell
-# calls it here: it is there to be read, and has been run with a stand-in for the library only.
+# code below trains the layer of lesson 18, section 11, on dp x tp, with the features of `look.yaml`. It is there to be
+# read: no cell calls it, and it has been run with a stand-in for the library only.
 
 # %%
 import nvdlfw_inspect.api as debug_api
@@ -1336,17 +1339,17 @@ show_source(with_te.train_with_features)
 # | `initialize` | `--debug.config`, `--debug.feature_dir`, `--debug.log_dir` | reads the YAML, and the features of the folders. Every rank calls it, with the same file, before the first layer is made; afterwards Transformer Engine raises an error |
 # | `default_logging_enabled=True` | always | each rank has a file of its own, beside TensorBoard as well |
 # | `tb_writer` | `--debug.tensorboard` | the ranks that have one write to TensorBoard: one in each stage of the pipeline is enough |
-# | `set_tensor_reduction_group` | `--debug.reduce_over dp tp` | over which ranks statistics are reduced, those of weights excepted. It is called before the first step: a tensor keeps the group with which it was first seen |
-# | `set_weight_tensor_tp_group_reduce` | `--debug.reduce_weights` | whether statistics of weights are reduced over the layer's tp group; yes, unless told otherwise |
+# | `set_tensor_reduction_group` | `--debug.reduce_over dp tp` | over which ranks statistics are reduced, except those of weights. It is called before the first step: a tensor keeps the group with which it was first seen |
+# | `set_weight_tensor_tp_group_reduce` | `--debug.reduce_weights` | whether statistics of weights are reduced over the layer's tp group; by default they are |
 # | `infer_and_assign_layer_names` | the names in the model | names the layers after their modules; without it they are `Layer_1`, `Layer_2`, ... |
 # | `te.autocast`, once `te.fp8_autocast` | `--fp8.recipe`, `--fp8.share` | FP8 inside the `with`; the amax group must contain the tp group (lesson 18, section 11) |
 # | `step` | the loop calls it | ends a step, with all of its micro-batches |
 #
 # `nvdlfw_inspect` runs without Transformer Engine, too. It has one feature of its own, a `LogTensorStats` for tensors
-# that you hand to it, which stands in the YAML without `transformer_engine:` above it. It asks for the group at every
+# that you pass to it, which is written in the YAML without `transformer_engine:` above it. It asks for the group at every
 # call. Let each of our four ranks log a tensor that holds its own number, in four steps, each with another group: the
-# rank itself, its ranks of tp, its ranks of dp, and all. (`quietly` leaves out what the library prints about itself,
-# and closes its files.)
+# rank itself, its tp group, its dp group, and all ranks. (`quietly` leaves out what the library prints about itself, and
+# closes its files.)
 #
 # **Predict.** Which mean does rank 1 write in each of these steps? It is (dp 0, tp 1), as in section 4.
 
@@ -1422,10 +1425,10 @@ compare("come together", come_together, len(numbers), within=1, found="counted")
 print(f"mean over two stages: {sum(of_stages) / len(of_stages):g}")
 
 # %% [markdown]
-# All of them. To have the files of single ranks, give each rank a group of its own, as `grid.group()` did above. With a
-# pipeline None also leads to wrong numbers. Transformer Engine reduces tensor by tensor, in the order in which a rank
-# has seen them, and the first layer of one stage is not that of the other. Suppose that ranks 0 and 1 have a layer with
-# activations of 1, and ranks 2 and 3 another layer, with activations of 101. These are the numbers behind the last
+# All of them. To have the statistics of single ranks, give each rank a group of its own, as `grid.group()` did above.
+# With a pipeline, None also leads to wrong numbers. Transformer Engine reduces tensor by tensor, in the order in which a
+# rank has seen them, and the first layer of one stage is not that of the other. Suppose that ranks 0 and 1 have a layer
+# with activations of 1, and ranks 2 and 3 another layer, with activations of 101. These are the numbers behind the last
 # line: both layers would get the mean 51, which is that of neither, and no error is raised. With a group for each stage
 # this cannot happen.
 #
@@ -1448,13 +1451,13 @@ num_lines = ranks.run(lab.lines_written, "moments.yaml", "runs/moments")[0]
 print(num_lines)
 
 # %% [markdown]
-# Until `step()` the sums wait, so that micro-batches can be added to them, and so that all tensors of a step travel in
+# The sums wait for `step()`, so that micro-batches can be added to them, and so that all tensors of a step are sent in
 # one message. Transformer Engine's guide says that lines on activations are written when the `with` of the autocast
 # ends, and those on gradients after backward. In its source, that of 2.20.0.dev0 of August 2026, they wait for
-# `debug_api.step()` as well. Two things follow: a loop of your own that never calls `debug_api.step()` writes nothing,
-# and a run that breaks off within a step leaves no line of that step.
+# `debug_api.step()` as well. So a loop of your own that never calls `debug_api.step()` writes nothing, and a run that
+# breaks off within a step leaves no line of that step.
 #
-# **Names of layers.** The patterns of this lesson choose nothing in a `TransformerLayer`, because its layers have other
+# **Names of layers.** The patterns of this lesson match nothing in a `TransformerLayer`, because its layers have other
 # names:
 #
 # | labcode | `TransformerLayer`, behind its own name |
@@ -1471,14 +1474,14 @@ print(num_lines)
 # *For the instructor.* `train_with_features` has been run with a stand-in for the library only
 # (`tests/ranks/test_l19_transformer_engine.py`). What is said of None, of the 51, of micro-batches and of the moment at
 # which lines are written was seen by running the Python files of `transformer_engine/debug` of 2.20.0.dev0 on four CPU
-# ranks, with empty classes for the compiled parts. Ask: what does a rank do whose file has fewer layers than those of the
-# others? (The others wait for it in the reduction: hence the same file on every rank.)
+# ranks, with empty classes for the compiled parts. Ask: what happens if the file of one rank has fewer layers than those
+# of the others? (The others wait for it in the reduction: hence the same file on every rank.)
 
 # %%
 ranks.close()
 
 # %% [markdown]
-# ## From here to GPUs and SLURM (core, 5 min)
+# ## From here to GPUs and SLURM (core, 3 min)
 #
 # | what | start |
 # |---|---|
@@ -1491,28 +1494,28 @@ ranks.close()
 # | look for nan | `python -m labcode.train gpt_tiny --debug.probe` |
 # | on SLURM | `python -m labcode.slurm submit gpt_10m --site perlmutter --nodes 2 --train.dtype fp8 --debug.config look.yaml` |
 #
-# The YAML is that of Transformer Engine, and on GPUs its layers read the same file. Here it may hold what its guide
+# The YAML is that of Transformer Engine, and on GPUs its layers read the same file. labcode accepts what its guide
 # describes: features with `gemms_struct` and `tensors_struct`, `DumpTensors`, and statistics of another recipe than the
 # run's, such as `mxfp8_underflows%` in a run with delayed scaling, which says whether MXFP8 would lose less. Four things
-# are Transformer Engine's alone, and a file that has them is refused in one line that says so: `LogNvfp4TensorStats`,
+# exist in Transformer Engine only, and a file that has them is refused in one line that says so: `LogNvfp4TensorStats`,
 # `max_blockwise_dynamic_range`, statistics of `fp8_block_scaling`, and the scales of MXFP8. `overflows%` is refused where
-# scaling is not delayed, here and there. Section 11 has the names of its calls and of its layers.
+# scaling is not delayed, by both libraries. Section 11 has the names of its calls and of its layers.
 #
-# On a cluster, the file and the folder of the logs must lie where all nodes see them. Each rank writes a file of its
-# own, so 1,024 ranks write 1,024 files: choose a `freq` of 100 or more, and few layers.
+# On a cluster, the file and the folder of the logs must be where all nodes see them. Each rank writes its own file, so
+# 1,024 ranks write 1,024 files: choose a `freq` of 100 or more, and few layers.
 #
 # With statistics of all layers every 10 steps a run takes 5 to 8 % longer on two cores (`benchmarks/debug.py`).
 # Recording a step writes every activation to the disk: one step of a small model, never a whole run.
 #
-# ## Questions (core, 5 min)
+# ## Questions (core, 4 min)
 #
 # **1.** Rank 0 reports an std of 1.0, rank 1 one of 3.0, with equal numbers of values. What is the std of both
 # together?
 #
 # <details><summary>Answer</summary>
 #
-# It depends on the means. If they are equal it is the root of (1 + 9)/2 = 2.2, up to n - 1. The farther apart the means
-# are, the larger it is.
+# It depends on the means. If they are equal it is the root of (1 + 9)/2, which is 2.2 (for large n). The farther apart
+# the means are, the larger it is.
 # </details>
 #
 # **2.** `underflows%` of an activation is 90 in step 0 and 0.1 in step 20, with delayed scaling. Is this a fault?
@@ -1522,13 +1525,13 @@ ranks.close()
 # No. In the first step there is no history, and the scale is 1. From the second step on the scale fits.
 # </details>
 #
-# **3.** A run on 64 ranks of dp has a sick GPU that computes wrong values on rank 17. Which reduction would you choose
+# **3.** A run on 64 ranks of dp has a faulty GPU that computes wrong values on rank 17. Which reduction would you choose
 # to find it?
 #
 # <details><summary>Answer</summary>
 #
 # None: then the line of rank 17 stands out from the other 63, which differ a little, as their samples do. Reduced over
-# dp, it is one 64th of a mean; the largest value of the group may show that somebody is wrong, but not who.
+# dp, it is one 64th of a mean; the largest value of the group may show that some rank is wrong, but not which.
 # </details>
 #
 # **4.** Two runs differ first in the *weight* of the first layer, before any matmul. What happened?
@@ -1556,7 +1559,7 @@ ranks.close()
 # | first look | `underflows%`, with delayed scaling `overflows%`, not in step 0 |
 # | two parts | n, mean, M2; M2 = M2_a + M2_b + d² n_a n_b / n |
 # | reduction group | its ranks write the same lines; weights over tp by default; none over pp |
-# | repair | PerTensorScaling, DisableQuantizationGEMM and -Layer: by layer, product, operand |
+# | repair | PerTensorScaling, DisableQuantizationGEMM and -Layer: by layer, matmul, operand |
 # | your own feature | a class with `inspect_tensor`, in `--debug.feature_dir` |
 # | two runs | the first tensor above the bound of rounding, and its ranks |
 # | nan | `--debug.probe`: module, tensor, rank, before the sum of tp |
