@@ -25,7 +25,7 @@
 # - count what each stage sends, and say why stages 1 and 2 send no more than DDP;
 # - write a layer that keeps a part of its weight and borrows the rest, in forward and in backward.
 #
-# **Time**: 164 minutes. Good places for a break are after sections 2 and 3. If you came for FSDP2 alone, take section
+# **Time**: 138 minutes. Good places for a break are after sections 2 and 3. If you came for FSDP2 alone, take section
 # 1, the text of section 3 and section 4 (without exercise 13.4), and then lesson 13b. **Needs**: lessons 01 (section 2)
 # and 04 (section 1). For sections 2 to 4 also lesson 01 (sections 4 and 6), lesson 04 (section 4) and lesson 05
 # (sections 2 and 3).
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labcode.comm.counting import counted
-from labcode.lab import Ranks, check, compare, plot, show_source
+from labcode.lab import Ranks, check, compare, plot
 from labcode.models.gpt import GPT
 from labcode.parallel.zero.cut import piece_of
 from labcode.perf.alpha_beta import bytes_sent
@@ -49,9 +49,9 @@ def count(calls, kind):
     return sum(call.kind == kind for call in calls)
 
 # %% [markdown]
-# ## 1. What data parallelism keeps p times (core, 20 min)
+# ## 1. What data parallelism keeps p times (core, 14 min)
 #
-# Take a model with N parameters that is trained with AdamW in mixed precision. The products are computed in 16-bit
+# Take a model with N parameters that is trained with AdamW in mixed precision. The matmuls are computed in 16-bit
 # numbers, and the optimizer works on 32-bit copies of the weights, the **master weights**. AdamW also keeps two
 # averages for each parameter, the first and the second moment. For each parameter a rank keeps
 #
@@ -62,20 +62,20 @@ def count(calls, kind):
 # | master weight | 4 | the optimizer |
 # | first and second moment | 4 + 4 | the optimizer |
 #
-# These are 16 bytes, and 12 of them are the optimizer's. (Some keep the gradient in 4 bytes, as Megatron-LM does by
-# default, and then they are 18.) On p data-parallel ranks the same 16 bytes exist p times. Now look at the last column.
-# The optimizer's 12 bytes are needed once per step, for an update that all ranks compute alike. It would be enough if
-# **one** of them computed it.
+# These are 16 bytes, and 12 of them are the optimizer's. (Megatron-LM by default keeps the gradient in 4 bytes, which
+# makes 18.) On p data-parallel ranks the same 16 bytes exist p times. Now look at the last column. The optimizer's 12
+# bytes are needed once per step, for an update that all ranks compute alike. It would be enough if **one** of them
+# computed it.
 #
-# Rajbhandari et al. (2020) divide these bytes over the ranks in three stages. They call it ZeRO, for *zero redundancy
+# Rajbhandari et al. (2020) shard these bytes over the ranks in three stages. They call it ZeRO, for *zero redundancy
 # optimizer*:
 #
-# - **stage 1** divides the optimizer's state: each rank keeps 12/p bytes of it for each parameter;
-# - **stage 2** divides the gradients too: a rank keeps those that its part of the optimizer needs;
-# - **stage 3** divides the weights too: a rank keeps its part, and borrows the others when a layer needs them.
+# - **stage 1** shards the optimizer's state: each rank keeps 12/p bytes of it for each parameter;
+# - **stage 2** shards the gradients too: a rank keeps those that its part of the optimizer needs;
+# - **stage 3** shards the weights too: a rank keeps its part, and borrows the others when a layer needs them.
 #
-# A part of a tensor that a rank keeps is called its **shard** of it. In the picture each box is a rank, with the 16
-# bytes of a parameter. The white parts of a box are kept by other ranks.
+# The part of a tensor that a rank keeps is its **shard**. In the picture each box is a rank, with the 16 bytes of a
+# parameter. The white parts of a box are kept by other ranks.
 
 # %% tags=["figure"]
 plot.zero(4, caption="13.stages")
@@ -85,7 +85,7 @@ plot.zero(4, caption="13.stages")
 # = 7 bytes for each parameter, 7 GB.
 #
 # **Predict.** The first figure of the paper has 7.5 billion parameters on 64 ranks. How many GB does a rank keep
-# without ZeRO, and at each of the three stages? The paper prints its own numbers, with two or three digits.
+# without ZeRO, and at each of the three stages?
 
 # %% tags=["predict"]
 without_gb = 7.5 * 16
@@ -105,15 +105,14 @@ for guess, (name, published_gb) in zip(guesses, papers.ZERO_GB.items()):
 # there are, stage 1 keeps more than 4 bytes for each parameter, and stage 2 more than 2. So they no longer help when
 # the 16-bit weights alone are too large for a device.
 #
-# The table leaves something out: activations, and the buffers in which messages travel. Neither is divided by these
-# stages.
+# The table leaves out activations and the buffers in which messages travel. Neither is sharded by these stages.
 #
 # **Now our own.** In this lesson everything is float32: 4 bytes for a weight, 4 for its gradient, and 8 for the two
 # moments. There are no master weights, because the weights have 32 bits already. The next cell trains a small GPT for
 # two steps and adds up what a rank holds between backward and the optimizer.
 #
 # The model is first made on the **meta device**, where a tensor has a shape and a dtype but no memory. So no rank ever
-# holds all of it: `parallelize` gives each rank its own part, with values. `held_bytes` adds up the memory behind all
+# holds all of it: `parallelize` gives each rank its own shard, with values. `held_bytes` adds up the memory behind all
 # weights, gradients and optimizer tensors, and `counted` notes the collectives. After the optimizer's step
 # `gather_parameters()` does what a stage needs so that the next forward finds the new weights. `library` is used in
 # section 4, and `replicas` in lesson 13b.
@@ -154,16 +153,6 @@ def two_steps(rank, stage, library="labcode", replicas=1):
     large = [call for call in calls if call.num_bytes >= 1000]
     return sum(held), large, loss.item()
 
-# %% [markdown]
-# **Predict.** How many bytes for each parameter does a rank hold at stage 0 (no ZeRO), 1, 2 and 3? There are 4 ranks,
-# and without ZeRO 4 + 4 + 8 bytes for each parameter.
-
-# %% tags=["predict"]
-bytes_at_stage_0 = 4 + 4 + 8
-bytes_at_stage_1 = 4 + 4 + 8 / 4
-bytes_at_stage_2 = 4 + 4 / 4 + 8 / 4
-bytes_at_stage_3 = 16 / 4
-
 # %%
 by_stage = []
 for stage in range(4):
@@ -173,27 +162,25 @@ def bytes_for_each(run):
     """On the rank that holds the most."""
     return max(held for held, _, _ in run) / CONFIG.num_parameters
 
-compare("stage 0", bytes_at_stage_0, bytes_for_each(by_stage[0]), within=1.01)
-compare("stage 1", bytes_at_stage_1, bytes_for_each(by_stage[1]), within=1.01)
-compare("stage 2", bytes_at_stage_2, bytes_for_each(by_stage[2]), within=1.01)
-compare("stage 3", bytes_at_stage_3, bytes_for_each(by_stage[3]), within=1.01)
-print(f"{CONFIG.num_parameters:,} parameters")
+formulas = ("4 + 4 + 8", "4 + 4 + 8/4", "4 + 4/4 + 8/4", "16/4")
+for stage, formula in enumerate(formulas):
+    held = bytes_for_each(by_stage[stage])
+    print(f"stage {stage}: {held:5.2f} bytes for each parameter, formula: {formula}")
 
 # %% [markdown]
-# That is the formula, on the rank that holds the most, but for small weights that 4 ranks cannot divide evenly.
+# This is the rank that holds the most, and it is the formula up to small weights that 4 ranks cannot divide evenly.
 #
-# **Takeaway: three quarters of what a rank keeps for a parameter belong to the optimizer. Stage 1 of ZeRO divides
-# these, stage 2 the gradients as well, stage 3 everything.**
+# **Takeaway: three quarters of what a rank keeps for a parameter belong to the optimizer. Stage 1 of ZeRO shards these,
+# stage 2 the gradients as well, stage 3 everything.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* People forget that stage 1 still keeps the whole gradient, and they divide 16 by 64 at every
-# stage. Ask: what does ZeRO do for plain SGD in float32? (No optimizer state: stage 1 saves nothing.) Ask also what
-# stage 1 is worth with an 8-bit optimizer. (Less: the two moments take 2 bytes and not 8.)
+# stage. Ask here what ZeRO does for plain SGD in float32, and with an 8-bit optimizer; question 2 at the end is this one.
 
 # %% [markdown]
-# ## 2. Stage 1: each rank updates its part (core, 36 min)
+# ## 2. Stage 1: each rank updates its part (core, 40 min)
 #
-# First we have to say what a rank's part is. We cut each weight along its first dim, into rows. With R rows and p
+# First we have to say what a rank's shard is. We cut each weight along its first dim, into rows. With R rows and p
 # ranks, each rank gets R/p rows, rounded up, until none are left. So the last rank may get fewer rows, or none. For
 # example, 7 rows on 4 ranks are 2, 2, 2 and 1, and 5 rows are 2, 2, 1 and 0.
 
@@ -220,10 +207,10 @@ check("13.1", own_rows, ranks)
 # use it.
 #
 # AdamW treats each number by itself: the new value of a parameter depends on the old one, its gradient and its own two
-# moments. So a rank can hand its rows to an ordinary AdamW as if they were a whole weight, and the rows get the same
-# values as in an update of the whole weight. (An optimizer such as Muon looks at a whole matrix and cannot be divided
-# in this way. And to clip gradients by their global norm, as nearly every large run does, each rank adds up the squares
-# of its own rows, and one all-reduce of a single number adds these sums.)
+# moments. So a rank can give its rows to an ordinary AdamW as if they were a whole weight, and the rows get the same
+# values as in an update of the whole weight. An optimizer such as Muon looks at a whole matrix and cannot be sharded in
+# this way. And to clip gradients by their global norm, as nearly every large run does, each rank adds up the squares of
+# its own rows, and one all-reduce of a single number adds these sums.
 #
 # A step then has three parts:
 #
@@ -234,14 +221,14 @@ check("13.1", own_rows, ranks)
 # %% [markdown] tags=["exercise"]
 # ### Exercise 13.2 · An optimizer of which each rank keeps a part
 #
-# Write the class. `params` may be what `model.parameters()` gives, which one can go through only once. The gradients in
-# `param.grad` are averaged already. A weight that is frozen or was not used has `None` there; such a weight stays as it
-# is in this step. So `zero_grad` leaves `None`, as PyTorch's own does, and no zeros. `make` makes an ordinary optimizer
-# of a list of tensors, as in `make = lambda tensors: torch.optim.AdamW(tensors, lr=0.01)`; call it once.
+# Write the class. `params` may be the generator `model.parameters()`, which can be iterated only once. The gradients in
+# `param.grad` are averaged already. A weight that is frozen or was not used has `None` there and stays as it is in this
+# step. So `zero_grad` sets gradients to `None`, as PyTorch's own does, and not to zeros. `make` makes an ordinary
+# optimizer from a list of tensors, as in `make = lambda tensors: torch.optim.AdamW(tensors, lr=0.01)`; call it once.
 #
 # - An optimizer updates the tensors that it was given, from their `.grad`. So your rows need a `.grad` too.
 # - `nn.Parameter(view)` is a parameter in the memory of the view; take the view of `param.detach()`.
-# - For the third part, let each rank broadcast its rows. `dist.broadcast(tensor, group_src=i, group=group)` sends the
+# - For part 3, let each rank broadcast its rows. `dist.broadcast(tensor, group_src=i, group=group)` sends the
 #   tensor of rank i of the group and overwrites that of the others; a tensor of 0 rows is fine. Do this
 #   inside `with torch.no_grad():`.
 #
@@ -291,25 +278,20 @@ class ShardedOptimizer:
 check("13.2", ShardedOptimizer, ranks)
 
 # %% [markdown]
-# labcode's step begins in the same way (its `_own` is a `piece_of`). Then it packs the rows of all weights into one
-# message and sends them with a single all-gather (`gather_weights` does that), for the reason that you found in lesson
-# 05: one large message is faster than a hundred small ones. An all-gather needs parts of equal size. Where a rank has
-# fewer rows, its part is padded with zeros.
-
-# %%
-from labcode.parallel.data import DataParallel
-from labcode.parallel.zero import optimizer
-
-show_source(optimizer.ShardedOptimizer.step)
-
-# %% [markdown]
-# And this is PyTorch's own stage 1, `ZeroRedundancyOptimizer`, around the same AdamW. It does not cut weights: each
-# whole weight has one rank that keeps its state, updates it and broadcasts it. (It works in PyTorch 2.13, but PyTorch's
-# developers say that it is not maintained: issue 155952 of 2025. For a long run of your own take FSDP2 (lesson 13b), or
-# Megatron-LM's optimizer of section 3.) Both train the same model here.
+# labcode's `ShardedOptimizer` begins in the same way. Then it packs the rows of all weights into one message and sends
+# them with a single all-gather, for the reason that you found in lesson 05: one large message is faster than a hundred
+# small ones. An all-gather needs shards of equal size, so where a rank has fewer rows, its shard is padded with zeros.
+#
+# PyTorch's own stage 1 is `ZeroRedundancyOptimizer`. It does not cut weights: each whole weight has one rank that keeps
+# its state, updates it and broadcasts it. It works in PyTorch 2.13, but its developers say that it is not maintained
+# (issue 155952 of 2025). For a long run of your own take FSDP2 (lesson 13b), or Megatron-LM's optimizer of section 3.
+# Both train the same model here.
 
 # %% tags=["nbval-check-output"]
 from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from labcode.parallel.data import DataParallel
+from labcode.parallel.zero import optimizer
 
 
 def zero_by_torch(params):
@@ -340,54 +322,28 @@ print(f"the largest difference between the weights is {largest:.0e}")
 
 # %% [markdown]
 # What does this cost? For an all-reduce of N numbers a rank sends 2 (p-1)/p N numbers; for an all-gather it sends
-# (p-1)/p N (lesson 01). DDP needs the all-reduce of the gradients. Now the all-gather of the weights comes on top.
+# (p-1)/p N (lesson 01). DDP needs the all-reduce of the gradients. Now the all-gather of the weights comes on top, so a
+# rank sends 50 % more than with DDP. The next section saves that part.
 #
-# **Predict.** How many times as much as with DDP does a rank send in a step?
-
-# %% tags=["predict"]
-times_as_much = 3 / 2
-
-# %% tags=["nbval-check-output"]
-def sent_in_a_step(rank):
-    """Bytes that a rank sends: (for the gradients, for the weights)."""
-    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
-    parallel = DataParallel(model, dist.group.WORLD)
-    sharded = optimizer.ShardedOptimizer(
-        model.parameters(), torch.optim.AdamW, dist.group.WORLD
-    )
-    with counted() as calls:
-        parallel(torch.ones(1, 32)).sum().backward()
-        parallel.finish_gradient_sync()
-        sharded.step()
-    sent = {"all_reduce": 0, "all_gather": 0}
-    for call in calls:
-        sent[call.kind] += bytes_sent(call.kind, call.group_size, call.num_bytes)
-    return sent["all_reduce"], sent["all_gather"]
-
-for_gradients, for_weights = ranks.run(sent_in_a_step)[0]
-ratio = (for_gradients + for_weights) / for_gradients
-compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
-
-# %% [markdown]
-# **Takeaway: AdamW works number by number, so each rank can update its own rows and send them to the others. The state
-# shrinks to 1/p.** In this form a rank sends 50 % more than with DDP. The next section saves that part.
+# **Takeaway: AdamW works number by number, so each rank can update its own rows and send them to the others. The
+# optimizer's state shrinks to 1/p.**
 #
 # This is a good place for a break.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* The most common mistakes: giving `make` whole weights (right numbers, and no memory saved: the
-# check counts them), cloning the rows, so that the weight never changes, and `src=` in the place of `group_src=`, which
-# is right as long as there is only one group. Ask: what would happen to a learning-rate schedule? (It must reach the
+# check counts them), cloning the rows, so that the weight never changes, and `src=` instead of `group_src=`, which is
+# right as long as there is only one group. Ask: what would happen to a learning-rate schedule? (It must reach the
 # inner optimizer; labcode copies the options in each step.) And clipping? (After the average the whole gradient is on
 # each rank at stage 1; from stage 2 on the squares have to be summed over the ranks.)
 
 # %% [markdown]
-# ## 3. Stage 2: only my part of the gradients (core, 30 min)
+# ## 3. Stage 2: only my part of the gradients (core, 25 min)
 #
-# Half of that all-reduce was for nothing. A rank needs the averaged gradient of its own rows and of no others. In
-# lesson 01, section 4, you wrote an all-reduce as two halves: a **reduce-scatter**, after which each rank holds the sum
-# of its own part, and an all-gather. So we take the first half alone. The second half moves behind the optimizer, where
-# it carries new weights instead of gradients:
+# Half of that all-reduce was wasted: a rank needs the averaged gradient of its own rows and of no others. In lesson 01,
+# section 4, you wrote an all-reduce as two halves: a **reduce-scatter**, after which each rank holds the sum of its own
+# part, and an all-gather. So we take the first half alone. The second half moves behind the optimizer, where it carries
+# new weights instead of gradients:
 #
 # | | after backward | after the optimizer | numbers that a rank sends |
 # |---|---|---|---|
@@ -395,10 +351,10 @@ compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
 # | stage 1, as above | all-reduce of gradients | all-gather of weights | 3 (p-1)/p N |
 # | stages 1 and 2 | reduce-scatter of gradients | all-gather of weights | 2 (p-1)/p N |
 #
-# So the memory of the optimizer's state shrinks to 1/p, and **no more bytes** are sent than with DDP.
+# So **no more bytes** are sent than with DDP.
 #
 # Equal bytes are not equal time, however. DDP's all-reduce travels while backward computes (lesson 05, section 2). Of
-# the two halves only the reduce-scatter still does. The all-gather stands after the optimizer, when nothing is left to
+# the two halves only the reduce-scatter still does. The all-gather comes after the optimizer, when nothing is left to
 # compute that could hide it. Large runs therefore send the weights in buckets, and each layer of the **next** forward
 # waits only for its own: in Megatron-LM this is `--overlap-param-gather`. Lesson 13b, section 5, says how many
 # tokens hide it there.
@@ -406,28 +362,27 @@ compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
 # Stage 2 differs from this stage 1 in memory only. Once a bucket of gradients has been sent, the rank keeps the
 # averages of its own rows and frees the rest, while backward goes on.
 #
-# That holds for one micro-batch in a step. With m micro-batches (lesson 04, section 4) DDP and stage 1 add whole
-# gradients up and send them once. At stage 2 there are two ways. A rank may send them in each micro-batch, so that it
-# never keeps a whole gradient; then it sends m (p-1)/p N numbers of gradients, and (p-1)/p N of weights. Or it adds
-# them up whole and sends them once; then it keeps as much between the micro-batches as at stage 1. labcode does the
-# second.
+# That holds for one micro-batch per step. With m micro-batches (lesson 04, section 4) DDP and stage 1 accumulate whole
+# gradients and send them once. At stage 2 there are two ways. A rank may send them in each micro-batch, so that it
+# never keeps a whole gradient; then it sends m (p-1)/p N numbers of gradients, and (p-1)/p N of weights. Or it
+# accumulates them whole and sends them once; then it keeps as much between the micro-batches as at stage 1. labcode
+# does the second.
 #
-# A fast reduce-scatter also needs parts of equal size, one for each rank. Take 2 ranks, a weight a of 4 rows and a
-# weight b of 3 rows. The part that goes to rank 0 holds its rows of a and of b, one behind the other; the part for rank
-# 1 is padded with a row of zeros:
+# A fast reduce-scatter needs parts of equal size, one for each rank. Take 2 ranks, a weight a of 4 rows and a weight b
+# of 3 rows. The part for rank 0 holds its rows of a and of b, one behind the other; the part for rank 1 is padded with
+# a row of zeros:
 #
 #     to rank 0:  a0 a1 b0 b1        to rank 1:  a2 a3 b2 0
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 13.3 · The average of my rows
 #
-# Write a function that is called after backward. It leaves in `rows[i].grad` the average over the group of this rank's
-# rows of `params[i].grad` (what stood there before is replaced), and `None` in `params[i].grad`. Here every weight has
-# a gradient. Do it with **one**
+# Write a function that is called after backward. It sets `rows[i].grad` to the average over the group of this rank's
+# rows of `params[i].grad`, and `params[i].grad` to `None`. Here every weight has a gradient. Do it with **one**
 # reduce-scatter for all weights: `dist.reduce_scatter(own, parts, group=group)` takes a list of p tensors of equal
 # size; tensor j goes to rank j. It writes into `own` the sum of what this rank receives.
 #
-# - `piece_of(tensor, j, p)` are the rows of rank j; `.flatten()` makes a row of numbers of them, and `torch.cat` joins.
+# - `piece_of(tensor, j, p)` are the rows of rank j, `.flatten()` makes them one-dimensional, and `torch.cat` joins them.
 # - The first rank has the most rows, so its part is the longest.
 # - `grad.new_zeros(p, length)` are zeros in the dtype of a gradient.
 #
@@ -464,9 +419,9 @@ check("13.3", average_own_rows, ranks)
 # stage 2 it is freed.
 #
 # **Takeaway: an all-reduce is a reduce-scatter and an all-gather. ZeRO puts the optimizer between the two. Stages 1 and
-# 2 save memory, and with one micro-batch in a step they send no more bytes than DDP.** Stage 1 does so with many
+# 2 save memory, and with one micro-batch per step they send no more bytes than DDP.** Stage 1 does so with many
 # micro-batches too, and so it is the usual choice with AdamW on many ranks; Megatron-LM calls it the *distributed
-# optimizer*. Its price is the all-gather of the weights, which needs the next forward to hide behind.
+# optimizer*.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* What goes wrong: cutting the row of **all** gradients into p parts (a cut of its own, which does
@@ -476,33 +431,31 @@ check("13.3", average_own_rows, ranks)
 # of them.)
 
 # %% [markdown]
-# ## 4. Stage 3: borrow the weights (core, 70 min)
+# ## 4. Stage 3: borrow the weights (core, 54 min)
 #
-# A layer needs its whole weight twice in a step: when its forward runs, and when its backward runs. The rest of the
-# time it needs nothing. So a rank keeps its rows, and around each use it **gathers** the whole weight, and afterwards
-# gives the memory back. This is called **resharding** the weight.
+# A layer needs its whole weight twice in a step: when its forward runs, and when its backward runs. So a rank keeps its
+# rows, **gathers** the whole weight for each use, and frees the memory afterwards, which is called **resharding** the
+# weight.
 #
 #     forward     all-gather the weight -> compute -> reshard
 #     backward    all-gather the weight again -> compute -> reshard -> reduce-scatter the gradient
 #
-# In practice not each weight is gathered by itself. Those that are gathered together, usually all of one layer, are a
-# **unit**. In the picture the weights of the next unit already travel while one computes; lesson 13b is about
-# that.
+# In practice weights are not gathered one by one. Those that are gathered together, usually all of one layer, are a
+# **unit**. In the picture the weights of the next unit already travel while one computes; lesson 13b is about that.
 
 # %% tags=["figure"]
 plot.zero_steps(caption="13.steps")
 
 # %% [markdown]
 # After the optimizer nothing has to travel: each rank has updated its rows, and the next forward gathers them. In all
-# there are two all-gathers and one reduce-scatter, 3 (p-1)/p N numbers in a step. That is half as much again as with
-# DDP, and it is the price of stage 3. With m micro-batches it is m times as much: labcode, like FSDP2 by default,
-# gathers and reduce-scatters in each of them.
+# there are two all-gathers and one reduce-scatter, 3 (p-1)/p N numbers per step, half as much again as with DDP. With m
+# micro-batches it is m times as much: labcode, like FSDP2 by default, gathers and reduce-scatters in each of them.
 #
-# **How to take memory away from a weight.** During forward, autograd saves the weight for backward. So it is not
-# enough to forget it: autograd still holds it. PyTorch's FSDP uses a trick. A tensor is a header (shape, dtype) that
-# points to a **storage**, the memory itself. What autograd has saved points to the same storage. If we shrink the
-# storage to 0 bytes, the memory is free, and all headers stay as they are. Before backward we give the storage its
-# size again and fill it, and everything that points to it is right.
+# **How to free the memory of a weight.** During forward, autograd saves the weight for backward. So it is not enough to
+# drop our own reference, since autograd still holds one. PyTorch's FSDP uses a trick. A tensor is a header (shape,
+# dtype) that points to a **storage**, the memory itself, and what autograd has saved points to the same storage. If we
+# shrink the storage to 0 bytes, the memory is free, and all headers stay as they are. Before backward we resize the
+# storage and fill it, and everything that points to it is right.
 
 # %% tags=["nbval-check-output"]
 import torch.nn.functional as F
@@ -510,7 +463,6 @@ from torch.distributed.fsdp import fully_shard
 
 from labcode.models.layers import initialize
 from labcode.parallel.zero import FullyShardedModule
-from labcode.parallel.zero.parameters import Unit
 
 weight = nn.Parameter(torch.ones(5, 3))
 num_bytes = weight.nbytes
@@ -524,11 +476,10 @@ y.sum().backward()
 print("gradient of x", x.grad.tolist())
 
 # %% [markdown]
-# Backward has used the values that we filled in later: the gradient of x is 5 · 2 = 10. (Of course they should be the
-# same as in forward.)
+# Backward has used the values that we filled in later: the gradient of x is 5 · 2 = 10.
 #
 # Note the `.data`. Autograd counts each change of a tensor, and it refuses to run backward through a weight that was
-# changed since forward. A copy into `weight.data` is not counted. A copy into `weight` or into `weight.detach()` is.
+# changed since forward. A copy into `weight.data` is not counted, but a copy into `weight` or into `weight.detach()` is.
 #
 # What if somebody reads a weight that is not there?
 
@@ -539,9 +490,9 @@ y.sum().backward()
 
 # %% [markdown]
 # "Out of bounds for storage of size 0": this is what you get if you forget to gather in backward. It is a lucky case.
-# Other operations do not look before they read, and then the process dies. (If a rank dies in an exercise,
-# the next call starts new ones.) So labcode takes one more step: while a weight is away, the parameter shows NaN in
-# the same shape.
+# Other operations do not look before they read, and then the process dies. (If a rank dies in an exercise, the next
+# call starts new ones.) So labcode goes one step further: while a weight is away, the parameter shows NaN in the same
+# shape.
 
 # %% tags=["nbval-check-output"]
 weight.untyped_storage().resize_(num_bytes)  # so that you may look at it again
@@ -558,19 +509,19 @@ print(ranks.run(read_between_steps)[0])
 # Complete the layer. It has no bias: y = x Wᵀ, as `F.linear(x, W)` computes it. `rows` is what this rank keeps and what
 # the optimizer updates. `weight` is whole while it is used, and has no memory at other times. Five methods are yours:
 #
-# - `reshard` takes the memory away, and `gather` gives it back and fills it from the **present** rows of all ranks,
-#   with one all-gather. `dist.all_gather(parts, own, group=group)` writes the tensor `own` of rank j into `parts[j]`.
-#   All have one size, so you need rows of zeros again. Joined and without these rows they are the weight.
+# - `reshard` frees the memory, and `gather` allocates it again and fills it from the **present** rows of all ranks, with
+#   one all-gather. `dist.all_gather(parts, own, group=group)` writes the tensor `own` of rank j into `parts[j]`. All
+#   must have the same size, so you need rows of zeros again. Joined and without these rows they are the weight.
 # - `forward` computes with the whole weight and reshards. A function that is registered with
 #   `y.register_hook(function)` is called in backward with the gradient of y, before backward reaches this layer. Under
 #   `torch.no_grad()` y has no gradient (`y.requires_grad` is False), and then no hook can be registered.
-# - Register `before_backward` there. It returns nothing.
+# - `before_backward` is the function to register there. It returns nothing.
 # - `gradient_ready` is called in backward when `weight.grad` is there (lesson 05). It **adds** the average of this
-#   rank's rows to `rows.grad`, as backward adds gradients; the first time `rows.grad` is None. Use one
-#   `dist.reduce_scatter`. It leaves neither a whole gradient nor a whole weight.
+#   rank's rows to `rows.grad`, as backward accumulates gradients; the first time `rows.grad` is None. Use one
+#   `dist.reduce_scatter`. Neither a whole gradient nor a whole weight may be left.
 #
-# Between its uses nothing may hold the whole weight, or rows of other ranks: no attribute, and not autograd, which
-# keeps the inputs of an operation for backward.
+# Between uses nothing may hold the whole weight, or rows of other ranks: no attribute, and not autograd, which keeps
+# the inputs of an operation for backward.
 #
 # The check looks at the methods in this order: at `gather` and `reshard` first, then at `forward`, then at backward,
 # then at two layers in training. As long as the next one is open, it says "not done yet" and what is right so far.
@@ -647,18 +598,12 @@ class BorrowingLinear(nn.Module):
 check("13.4", BorrowingLinear, ranks)
 
 # %% [markdown]
-# labcode does the same for a whole unit. Its all-gather is started and waited for separately, so that it can travel
-# while something else computes. (Each weight has one tensor `whole`, whose storage comes and goes. `param.data = whole`
-# shows it, and `absent` is the NaN of before. Autograd has saved `whole`, so it always finds the one storage.)
-
-# %%
-show_source(Unit.gather)
-show_source(Unit.reshard)
-
-# %% [markdown]
+# labcode does the same for a whole unit, and starts the all-gather so early that it travels while something else
+# computes.
+#
 # **Predict.** Our GPT has four layers, each of which is a unit. What is outside of them, the embedding and the last
 # norm, is one more unit, the **root**. At stage 3, how many all-gathers does a step make, and how many reduce-scatters?
-# One thing to know: the root is used first and last, so labcode gathers it once and keeps it until backward is done.
+# (The root is used first and last, so labcode gathers it once and keeps it until backward is done.)
 
 # %% tags=["predict"]
 num_all_gathers = 2 * 4 + 1
@@ -701,9 +646,9 @@ for name, run in runs.items():
 # the root, as ours does.)
 #
 # In these runs `parallelize` has done the work. This is how FSDP2 is used without labcode, in a script of your own.
-# Each layer becomes a unit, then the whole model. Only after that the optimizer is made: `model.parameters()` now gives
-# this rank's rows. Ours is used in the same way, but for one line after backward, and both are held to one process that
-# trains on the samples of all four ranks.
+# Each layer becomes a unit, then the whole model. The optimizer is made only after that, because `model.parameters()`
+# now gives this rank's rows. Ours is used in the same way, except for one line after backward, and both are held to one
+# process that trains on the samples of all four ranks.
 
 # %%
 def by_torch(model):
@@ -744,8 +689,8 @@ for name, shard in {"by hand    ": by_hand, "FSDP2      ": by_torch}.items():
 # %% [markdown]
 # The mean of the four ranks is the loss of one process, step after step. On GPUs the same lines run under `torchrun`,
 # where `fully_shard` finds the GPU of each rank. A model too large for one device is made on the meta device; after
-# `fully_shard`, `model.to_empty(device=...)` gives memory to this rank's rows, and they get their values. Lesson
-# 13b, section 7, makes a whole script of it, with mixed precision and checkpoints.
+# `fully_shard`, `model.to_empty(device=...)` gives memory to this rank's rows, and they get their values. Lesson 13b,
+# section 7, turns it into a whole script, with mixed precision and checkpoints.
 #
 # **Takeaway: stage 3 keeps 1/p of everything. It gathers each unit twice and sends half as much again as data
 # parallelism.**
@@ -758,12 +703,12 @@ for name, shard in {"by hand    ": by_hand, "FSDP2      ": by_torch}.items():
 # module? (It has to run before the backward of this layer, and only a hook on its output's gradient does.)
 
 # %% [markdown]
-# ## From here to GPUs and SLURM (core, 3 min)
+# ## From here to GPUs and SLURM (core, 2 min)
 #
 # | where | start |
 # |---|---|
 # | 4 GPUs of one machine, stage 1 | `torchrun --nproc-per-node=4 -m labcode.train gpt_10m --parallel.zero_stage 1` |
-# | FSDP2; with ours in its place | `--parallel.zero_stage 3`; and `--parallel.data_parallel labcode` |
+# | FSDP2; and ours instead of it | `--parallel.zero_stage 3`; and `--parallel.data_parallel labcode` |
 #
 # Lesson 13b has the lines for hybrid sharding and for several nodes under SLURM.
 
@@ -771,17 +716,9 @@ for name, shard in {"by hand    ": by_hand, "FSDP2      ": by_torch}.items():
 ranks.close()
 
 # %% [markdown]
-# ## Questions (core, 5 min)
+# ## Questions (core, 3 min)
 #
-# **1.** A model of 10 billion parameters is trained with AdamW in mixed precision on 16 ranks. What does a rank keep at
-# stages 1, 2 and 3?
-#
-# <details><summary>Answer</summary>
-#
-# (4 + 12/16) · 10 = 47.5 GB, (2 + 14/16) · 10 = 28.75 GB, and 10 GB.
-# </details>
-#
-# **2.** Somebody logs `model.layers[0].weight.norm()` between two steps under stage 3. What may they see?
+# **1.** Somebody logs `model.layers[0].weight.norm()` between two steps under stage 3. What may they see?
 #
 # <details><summary>Answer</summary>
 #
@@ -790,16 +727,15 @@ ranks.close()
 # logs, rank 0 waits for ever.
 # </details>
 #
-# **3.** Why does ZeRO at stage 2 send no more than DDP, although weights travel too?
+# **2.** What does ZeRO at stage 1 save with plain SGD in float32, and what with AdamW whose two moments take one byte each?
 #
 # <details><summary>Answer</summary>
 #
-# DDP's all-reduce is a reduce-scatter and an all-gather. Stage 2 keeps the reduce-scatter, and gathers the weights
-# after the update in place of the gradients before it. (With one micro-batch. With more it sends the gradients of each,
-# or keeps whole gradients until the last one.)
+# With plain SGD nothing: it has no state, and float32 weights need no master copy. With 8-bit moments and a master copy
+# the optimizer has 4 + 1 + 1 = 6 bytes for each parameter instead of 12, so stage 1 saves half as much.
 # </details>
 #
-# **4.** From lesson 05: DDP starts the all-reduce of a bucket as soon as its gradients are there. Can stage 1 start the
+# **3.** From lesson 05: DDP starts the all-reduce of a bucket as soon as its gradients are there. Can stage 1 start the
 # all-gather of the weights as early?
 #
 # <details><summary>Answer</summary>
