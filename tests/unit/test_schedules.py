@@ -4,10 +4,10 @@ import graphlib
 import itertools
 
 import pytest
+import torch_schedules
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from labcode.parallel import torch_schedules
 from labcode.schedules import (
     KINDS,
     NAMES,
