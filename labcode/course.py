@@ -488,6 +488,34 @@ def ahead(way: Way, known: list[Lesson], done: set[str]) -> list[tuple[Lesson, S
     return found
 
 
+def what_follows(exercise: str, folder: Path) -> str:
+    """Where the way goes on after the section of an exercise that has passed.
+
+    Args:
+        exercise: Its number, "4.2".
+        folder: Of the student notebooks.
+
+    Returns:
+        One sentence; "" if no way is chosen, the section is not on it, or has an open exercise.
+    """
+    name = chosen_way(folder)
+    if name is None:
+        return ""
+    done = passed(folder)
+    taken = steps(WAYS[name], lessons(folder))
+    for place, (_, section) in enumerate(taken):
+        if exercise not in section.exercises or not done.issuperset(section.exercises):
+            continue
+        if place + 1 == len(taken):
+            return f"This was the last section on the way {name}."
+        lesson, follows = taken[place + 1]
+        return (
+            f"Next on the way {name}: {lesson.notebook.name}, section {follows.number}, "
+            f"{follows.title} ({follows.minutes} min)."
+        )
+    return ""
+
+
 def _write_progress(content: dict[str, Any], folder: Path) -> bool:
     """Whether it could be written."""
     with contextlib.suppress(OSError):

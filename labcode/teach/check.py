@@ -149,7 +149,6 @@ def check(exercise: str, *answers: Any) -> None:
     verdict = _verdict(about, answers)
     _unsolved.clear()
     if verdict.badge is show.RIGHT:
-        progress.record(exercise)
         _right[exercise] = answers
     else:
         _right.pop(exercise, None)
@@ -160,6 +159,8 @@ def check(exercise: str, *answers: Any) -> None:
         plain = f"{plain}: {verdict.text}"
         rich = f"{rich} {show.sentence(verdict.text)}"
     show.say(plain, f"<div>{rich}</div>")
+    if verdict.badge is show.RIGHT:
+        progress.record(exercise)
 
 
 def _verdict(about: Exercise, answers: tuple[Any, ...]) -> _Verdict:

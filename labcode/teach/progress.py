@@ -156,7 +156,14 @@ def following(text: str = "starting") -> Iterator[None]:
 
 
 def record(exercise: str) -> None:
-    """Note that an exercise has passed, in a learner's notebook; elsewhere nothing is noted."""
-    if show.in_notebook():
-        with contextlib.suppress(OSError):  # the folder has been removed
-            course.record(exercise, Path.cwd())
+    """Note that an exercise has passed, in a learner's notebook; elsewhere nothing is noted.
+
+    Who has chosen a way is told where it goes on, at the end of each section.
+    """
+    if not show.in_notebook():
+        return
+    with contextlib.suppress(OSError):  # the folder has been removed
+        course.record(exercise, Path.cwd())
+        follows = course.what_follows(exercise, Path.cwd())
+        if follows:
+            show.say(follows, f"<div>{show.sentence(follows)}</div>")

@@ -228,6 +228,19 @@ def test_next_follows_the_way_that_was_chosen_from_section_to_section(on_way, ca
     assert printed([], on_way, capsys)[-1] == "Next: exercise 0.3 in 00_start.ipynb"
 
 
+def test_the_end_of_a_section_says_where_the_way_goes_on(on_way):
+    course.record("0.2", on_way)
+    assert course.what_follows("0.2", on_way) == ""  # no way is chosen
+    course.choose_way("short", on_way)
+    follows = "Next on the way short: 04_ddp.ipynb, section 1, Part 1 (10 min)."
+    assert course.what_follows("0.2", on_way) == follows
+    course.record("0.3", on_way)
+    assert course.what_follows("0.3", on_way) == ""  # its section is not on the way
+    assert course.what_follows("4.3", on_way) == ""  # it has not passed
+    course.record("4.3", on_way)
+    assert course.what_follows("4.3", on_way) == "This was the last section on the way short."
+
+
 def test_a_lesson_marks_the_sections_of_the_way_and_says_where_it_goes_on(on_way, capsys):
     printed(["way", "short"], on_way, capsys)
     told = printed(["4"], on_way, capsys)
