@@ -204,10 +204,10 @@ print(f"a small model: formula {by_formula:,.0f}, PyTorch {by_pytorch:,.0f}")
 # In a pipeline (lesson 12) the first stage has up to pp micro-batches in flight, and never more than there are: min(pp,
 # m) for m micro-batches. The last stage has one.
 #
-# The third part is **temporary**: it is there for a moment, on top of the rest. The last stage has the logits, their
-# softmax and its gradient, 2 + 4 + 4 = 10 bytes for each token and entry of the vocabulary; tp divides the vocabulary,
-# and so these too. With checkpointing, a layer that is computed again has all 32 s b h bytes for this moment. The logits
-# are gone before the first layer is computed again, so the larger of the two counts.
+# The third part is **temporary** (*passing* in the figure below): it is there for a moment, on top of the rest. The last
+# stage has the logits, their softmax and its gradient, 2 + 4 + 4 = 10 bytes for each token and entry of the vocabulary;
+# tp divides the vocabulary, and so these too. With checkpointing, a layer that is computed again has all 32 s b h bytes
+# for this moment. The logits are gone before the first layer is computed again, so the larger of the two counts.
 #
 # Let us try the first two on a real model on this machine, with 4 layers, h = 256, and 8 samples of 128 tokens. It is in
 # float32, so parameter, gradient and two moments are 16 bytes again, and an activation has 4 bytes instead of 2.
