@@ -258,8 +258,8 @@ def memory(shape, layout, global_batch):
     logits = 10 * tokens * shape.vocab / layout.tp
 
     micro_batches = global_batch // (layout.dp * layout.micro_batch)
-    in_flight = min(layout.pp, micro_batches)
-    first = layers * in_flight * kept + again
+    under_way = min(layout.pp, micro_batches)
+    first = layers * under_way * kept + again
     last = layers * kept + max(logits, again)
     return states + max(first, last)
     ### END SOLUTION
