@@ -91,4 +91,5 @@ check: $(VENV)/$(STAMP)  ## fast checks: ruff, types, notebooks not stale, links
 	$(BIN)/basedpyright --pythonpath $(BIN)/python --level error
 	$(BIN)/python -m tools.build_notebooks --check
 	$(BIN)/python -m tools.check_links
+	$(BIN)/python -m tools.pages --check
 	$(BIN)/python -m tools.images --check

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from labcode import course
+from labcode import course, suggest
 from labcode.files import print_out
 
 EPILOG = """\
@@ -18,6 +18,9 @@ Also there: python -m labcode.train RECIPE (a training run), python -m labcode.s
 python -m labcode.doctor (is this installation right?), and `make lab`, which opens the course.
 An exercise is done when its check in the notebook says so.
 """
+
+
+WORDS = ("ways", "way", "reset")  # beside the number of a lesson
 
 
 def main(arguments: list[str] | None = None, start: Path | None = None) -> int:
@@ -62,6 +65,8 @@ def answer(words: list[str], folder: Path) -> list[str]:
     if words[0] == "way" and len(words) <= 2:
         return way(words[1:], folder)
     if len(words) == 1 and words[0] != "reset":
+        if words[0].isalpha():  # every number of a lesson begins with a digit
+            raise ValueError(suggest.unknown("word", words[0], WORDS))
         return about(course.find(words[0], folder), folder)
     if len(words) == 2 and words[0] == "reset":
         lesson = course.find(words[1], folder)

@@ -141,7 +141,8 @@ check("4.1", average_gradients, ranks)
 # step.
 #
 # Now the training itself. Each of four ranks takes a quarter of each batch, and all average over `dist.group.WORLD`,
-# the group of all ranks.
+# the group of all ranks. The cells call labcode's `average_gradients`, which does what yours does, so that they also run
+# for somebody who skips the exercise.
 
 # %% tags=["figure"]
 def average(model):
@@ -174,7 +175,7 @@ plot.losses_of_ranks(one_process, rank_losses, mean_loss)
 # for dropout, but here somebody forgot that the initial weights are random numbers as well.
 #
 # **Predict.** The gradients are averaged in each of the six steps. How far apart are the weights of rank 0 and rank 3
-# at the end, as a fraction of their distance at the start? Think of what happens to the weights of both in one step.
+# at the end, as a fraction of their distance at the start?
 
 # %% tags=["predict"]
 distance_left = 1.0  # all ranks make the same step, from different places
@@ -466,8 +467,8 @@ def epoch_order(epoch, set_epoch, num_samples, p=4):
 plot.epochs(epoch_order)
 
 # %% [markdown]
-# Each row is an epoch. Without `set_epoch`, every epoch has the same batches in the same order. The first row is the
-# same on both sides, because a sampler that was never told stays at epoch 0.
+# Each row is an epoch. Without `set_epoch`, every epoch has the same batches in the same order. The rows of epoch 0 are
+# the same with and without it, because a sampler that was never told stays at epoch 0.
 #
 # The other mistake is to have no sampler at all: `DataLoader(dataset, batch_size=4, shuffle=True)` is right in one
 # process, and runs on four ranks as well. Like most scripts, this one begins with `torch.manual_seed(0)` on each rank,
@@ -702,9 +703,9 @@ check("4.4", main)
 # ## 8. A script without labcode (core, 50 min)
 #
 # The script of section 7 still imports its model and its data from labcode. At work nobody has labcode, and a script
-# does more: it computes in bfloat16, accumulates, validates, and resumes from a checkpoint. Here is the whole of it,
-# with a model and data of a few lines that you can replace by your own. You have met each part on one process or in
-# this lesson. This is what several ranks change about it:
+# does more: it computes in bfloat16, accumulates, validates, and resumes from a checkpoint. Here is its frame, with a
+# model and data of a few lines that you can replace by your own. You have met each part on one process or in this
+# lesson. This is what several ranks change about it:
 #
 # - **bfloat16.** `torch.autocast(device.type, dtype=torch.bfloat16)` rounds copies of weights and activations for the
 #   matmuls. Weights, gradients and the optimizer stay in float32, and so does what DDP sends.
@@ -713,8 +714,8 @@ check("4.4", main)
 #   inside the context as well.
 # - **Validation.** `DistributedSampler` repeats samples until all shares are equal, so some would count twice. Take
 #   every p-th sample with `Subset(data, range(rank, len(data), p))` instead, add up losses and counts, and divide once.
-#   Call the model that is inside DDP: the shares may have different numbers of batches, and DDP may send in forward
-#   too, for example the statistics of a BatchNorm.
+#   Call `model.module`, the model inside DDP, and not the DDP object: DDP may send in forward too, for example the
+#   statistics of a BatchNorm, and ranks with different numbers of batches would then wait for each other.
 # - **Checkpoint.** Rank 0 saves. A job can be killed in the middle of saving, so the new file is first written under
 #   another name, and then `os.replace` replaces the old one by it. All ranks load, each to its own device.
 #   `weights_only=True` reads tensors and numbers, and runs no code that somebody has put into the file.
@@ -722,7 +723,9 @@ check("4.4", main)
 # %% [markdown] tags=["exercise"]
 # ### Exercise 4.5 · Training in plain PyTorch
 #
-# Write the five functions that are open, each of 2 to 15 lines; `run` shows how they are called.
+# Write the five functions that are open, each of 2 to 15 lines; `run` shows how they are called. `model` in `validate`,
+# `save` and `load` is the model itself, without DDP, and `folder` is a `pathlib.Path`. You may check after each
+# function: those that are written are tried by themselves, on two ranks.
 #
 # 1. `loss_of` gives the mean loss of some samples. Forward runs under autocast, and the loss itself in float32.
 # 2. `train_epoch` takes an optimizer step after every `MICRO_BATCHES` batches; the loader has a multiple of that number.
@@ -732,9 +735,10 @@ check("4.4", main)
 # 4. `save` writes the number of epochs that are done, the model's state dict and the optimizer's.
 # 5. `load` reads them back and returns the number of epochs, or 0 where there is no checkpoint.
 #
-# The check writes the whole cell to the file `runs/train_plain.py`. torchrun starts it on one rank for four epochs, on
-# two ranks for two, and then on two ranks again, which have to resume from the checkpoint. The losses must be the same
-# within 1 %; rounding to bfloat16 moves them by some tenths of that. This takes about half a minute.
+# When all are right, the check writes the whole cell to the file `runs/train_plain.py`. torchrun starts it on one rank
+# for four epochs, on two ranks for two, and then on two ranks again, which have to resume from the checkpoint. The
+# losses must be the same within 1 %; rounding to bfloat16 moves them by 0.1 to 0.5 %. This takes about half a minute.
+# Read it once more for what only a GPU would show: what is moved to `device`, and what is read to it?
 
 # %% tags=["exercise"]
 import os

@@ -634,6 +634,28 @@ MAP_TO_CPU = changed(
     "    unfinished = folder => "
     "    content['note'] = {'torch': str(torch.__version__)}\n    unfinished = folder",
 )
+A_TUPLE_BY_RENAME = changed(
+    """    content = {
+        "epochs": epochs_done,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
+ =>     content = (epochs_done, model.state_dict(), optimizer.state_dict())
+""",
+    "os.replace(unfinished, => os.rename(unfinished,",
+    """    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+    return content["epochs"]
+ =>     epochs_done, weights, moments = content
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(moments)
+    return epochs_done
+""",
+)
+ATTRIBUTE_OF_DDP = changed(
+    "        with nullcontext() if is_last else model.no_sync():\n"
+    " =>         model.require_backward_grad_sync = is_last\n        if True:\n"
+)
 OWN = "Subset(data, range(dist.get_rank(), len(data), dist.get_world_size()))"
 
 PLAIN = Answers(
@@ -645,6 +667,8 @@ PLAIN = Answers(
         "sum and count in one message": SUMS_IN_ONE_MESSAGE,
         "every rank validates all": ALL_VALIDATE_ALL,
         "read to the CPU first": MAP_TO_CPU,
+        "a tuple, by os.rename": A_TUPLE_BY_RENAME,
+        "the attribute of DDP": ATTRIBUTE_OF_DDP,
     },
     wrong={
         "imports labcode": (
@@ -661,7 +685,7 @@ PLAIN = Answers(
         ),
         "sends every micro-batch": (
             changed("with nullcontext() if is_last else model.no_sync(): => if True:"),
-            "DDP sends the gradients after each micro-batch",
+            "DDP sends gradients 6 times in 3 steps",
         ),
         "writes over the checkpoint": (
             changed(
@@ -672,7 +696,7 @@ PLAIN = Answers(
         ),
         "never sends": (
             changed("nullcontext() if is_last else model.no_sync() => model.no_sync()"),
-            "on 2 ranks: epoch 0 has the training loss",
+            "does the last micro-batch of each step send",
         ),
         "a sampler for validation": (
             changed(
@@ -683,39 +707,39 @@ PLAIN = Answers(
                 "    count = torch.tensor(0, device=device)\n",
                 "* len(inputs)\n => * len(inputs)\n            count += len(inputs)\n",
             ),
-            "on 2 ranks: 102 samples were counted for validation, and on one rank 101",
+            "it counts 8 samples of 7 on two ranks",
         ),
         "the loss of rank 0's samples": (
             changed("    dist.all_reduce(loss_sum)\n => "),
-            "on 2 ranks: epoch 0 has the validation loss",
+            "add up sums and counts over all ranks, and divide once",
         ),
         "the count of rank 0": (
             changed("    dist.all_reduce(count)\n => "),
-            "51 samples were counted for validation, and on one rank 101: add up the counts",
+            "it counts 4 samples of 7 on two ranks",
         ),
         "the mean of rank 0": (
             changed("    dist.all_reduce(mean)\n => "),
-            "on 2 ranks: epoch 0 has the training loss",
+            "and the mean of all losses of all ranks is",
         ),
         "a step for each micro-batch": (
             changed("        if is_last:\n =>         if True:\n"),
-            "on 2 ranks: epoch",
+            "does the optimizer step after it alone",
         ),
         "begins anew": (
             changed('return content["epochs"] => return 0'),
-            "from the checkpoint: it began anew",
+            "it returns 0 after 3 epochs",
         ),
         "without the optimizer": (
             changed('    optimizer.load_state_dict(content["optimizer"])\n => '),
-            "from the checkpoint: epoch 2 has the losses",
+            "the optimizer's state is not the one that was saved",
         ),
         "without the weights": (
             changed('    model.load_state_dict(content["model"])\n => '),
-            "from the checkpoint: epoch 2 has the losses",
+            "the weights are not those that were saved",
         ),
         "one epoch too many": (
             changed('return content["epochs"] => return content["epochs"] + 1'),
-            "from the checkpoint: it printed the epochs [3], expected [2, 3]",
+            "it returns 4 after 3 epochs",
         ),
         "saves the DDP object": (
             changed("save(folder, epoch + 1, model, => save(folder, epoch + 1, wrapped,"),
@@ -723,11 +747,66 @@ PLAIN = Answers(
         ),
         "everybody saves": (
             changed("    if dist.get_rank() != 0:\n        return\n => "),
-            "let rank 0 alone write files",
+            "let rank 0 alone",
         ),
         "everybody prints": (
             changed("if dist.get_rank() == 0: => if True:"),
             "more than one rank prints",
+        ),
+        "losses not divided": (
+            changed("(loss / MICRO_BATCHES).backward() => loss.backward()"),
+            "each loss is divided by MICRO_BATCHES before backward",
+        ),
+        "forward outside of no_sync": (
+            changed(
+                "        with nullcontext() if is_last else model.no_sync():\n"
+                "            loss = loss_of(model, inputs, targets, device)\n"
+                " =>         loss = loss_of(model, inputs, targets, device)\n"
+                "        with nullcontext() if is_last else model.no_sync():\n"
+            ),
+            "DDP sends gradients 6 times in 3 steps",
+        ),
+        "the mean of divided losses": (
+            changed("total += loss.detach() => total += loss.detach() / MICRO_BATCHES"),
+            "each loss as it was before you divided it",
+        ),
+        "no zero_grad": (
+            changed("            optimizer.zero_grad()\n => "),
+            "the gradients of the steps before are still there",
+        ),
+        "samples stay where they are": (
+            changed("inputs.to(device) => inputs", "targets.to(device) => targets"),
+            "samples stay on the CPU",
+        ),
+        "autocast without a dtype": (
+            changed("torch.autocast(device.type, dtype=torch.bfloat16) => torch.autocast('cpu')"),
+            "autocast without a dtype is bfloat16 on a CPU and float16 on a GPU",
+        ),
+        "the loss in bfloat16": (
+            changed("logits.float() => logits"),
+            "the loss is a torch.bfloat16: take it from logits.float()",
+        ),
+        "any pickle": (
+            changed("weights_only=True => weights_only=False"),
+            "runs whatever code somebody has put into the file",
+        ),
+        "to the GPU that wrote": (
+            changed("map_location=device, => "),
+            "without map_location each rank reads to the GPU that has written the file",
+        ),
+        "the folder is not used": (
+            changed(
+                "os.replace(unfinished, folder / CHECKPOINT) => os.replace(unfinished, CHECKPOINT)"
+            ),
+            "is in the folder where the script runs",
+        ),
+        "validation with graphs": (
+            changed("with torch.no_grad(): => if True:"),
+            "forward keeps all that backward would need",
+        ),
+        "a count with a point": (
+            changed("count.item()\n => float(count)\n"),
+            "as a whole number",
         ),
         "left open": (
             changed("    dist.destroy_process_group()\n => "),

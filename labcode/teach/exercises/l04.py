@@ -644,6 +644,8 @@ EXERCISES = {
             "Each rank knows the sum of its own losses and the number of its own samples. What has "
             "to be added up over the ranks before you divide?",
             "What does AdamW keep besides the weights, and what happens to a run that loses it?",
+            "What is left of a file if the run is killed in the middle of writing it? And on which "
+            "device do samples, and what is read, have to be?",
         ),
     ),
 }

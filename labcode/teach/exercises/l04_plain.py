@@ -1,13 +1,14 @@
 """The exercise of lesson 04 with a script that imports nothing but torch.
 
-What the learner is given is one cell, a whole script with four functions to write:
+What the learner is given is one cell, a whole script with five functions to write:
 
     def run(folder, epochs):
         ...
 
     check("4.5", run)
 
-The script is judged by itself: on one rank, on two, and on two from a checkpoint.
+Each function that is written is looked at by itself, on two ranks (`l04_plain_probe`). Then the
+whole script is judged: on one rank, on two, and on two from a checkpoint.
 """
 
 import ast
@@ -23,6 +24,7 @@ import torch
 from labcode.teach.check import Hint
 from labcode.teach.exercises import scripts
 from labcode.teach.exercises.expect import refuse
+from labcode.teach.exercises.l04_plain_probe import FOUND, NEEDS, PROBES
 
 SCRIPT = "train_plain.py"
 FOOTER = """
@@ -39,14 +41,20 @@ STOP = 2  # epochs before the checkpoint that a run goes on from
 # bfloat16 keeps three digits of a gradient, and two ranks round other parts of it than one: the
 # solution's losses differ by 0.2 % at most, and by 6 % where the optimizer's state is lost.
 ROUNDING = 0.01
-# What numbers cannot show is looked for in the source.
-CALLED = {
-    "autocast": "forward does not run in bfloat16: torch.autocast",
-    "no_sync": "DDP sends the gradients after each micro-batch: no_sync",
-    "replace": "a run that is killed while it saves leaves half a checkpoint: write to another "
-    "name, then os.replace",
-    "destroy_process_group": "the process group is still there at the end",
-}
+PROBE = "look_at_functions.py"
+PROBE_FOOTER = """
+
+if __name__ == "__main__":
+    import sys
+
+    from labcode.teach.exercises import l04_plain_probe
+
+    l04_plain_probe.main(globals(), sys.argv[1:])
+"""
+# the functions that handle samples, and how these come to the device
+HANDLE_SAMPLES = ("loss_of", "train_epoch", "validate")
+MOVES = {"to", "cuda"}
+OPEN = 'raise NotImplementedError("exercise'
 LINE = re.compile(
     r"(?m)^\[rank (\d+)\] epoch (\d+): train ([\d.naif]+) validation ([\d.naif]+) of (\d+)"
 )
@@ -76,11 +84,14 @@ def script(function: Callable[..., Any] | str, folder: Path | str = "runs") -> N
         folder: Where the file `train_plain.py` is written.
     """
     source = function if isinstance(function, str) else cell_of(function)
-    if 'NotImplementedError("exercise' in source:
-        raise NotImplementedError("exercise: your code here")
-    _check_source(source)
     path = Path(folder) / SCRIPT
     path.parent.mkdir(exist_ok=True)
+    is_open = _open_functions(source)
+    if len(is_open) < len(PROBES):
+        _check_source(source)
+        _look_at_functions(source, is_open, path.parent / PROBE)
+    if is_open:
+        raise _still_open(is_open)
     path.write_text(source + FOOTER)
     (path.parent / CHECKPOINT).unlink(missing_ok=True)
     alone = _run("on 1 rank: ", path, EPOCHS, nproc=1)
@@ -93,11 +104,51 @@ def script(function: Callable[..., Any] | str, folder: Path | str = "runs") -> N
     _check_checkpoint("on 2 ranks: ", path)
     resumed = _run("from the checkpoint: ", path, EPOCHS, nproc=2)
     _check_resumed(resumed, alone)
+    # the learner's own first run begins anew
+    (path.parent / CHECKPOINT).unlink()
 
 
 def cell_of(function: Callable[..., Any]) -> str:
     """The text of the cell that defines a function."""
     return "".join(linecache.getlines(function.__code__.co_filename))
+
+
+def _open_functions(source: str) -> list[str]:
+    """The functions that are still to be written."""
+    is_open = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and OPEN in ast.unparse(node).replace("'", '"'):
+            is_open.append(node.name)
+    return is_open
+
+
+def _still_open(is_open: list[str]) -> NotImplementedError:
+    """What is not done yet, with what is."""
+    error = NotImplementedError("exercise: your code here")
+    written = [name for name in PROBES if name not in is_open]
+    if written:
+        error.add_note(f"right so far: {', '.join(written)}; open: {', '.join(is_open)}")
+    return error
+
+
+def _look_at_functions(source: str, is_open: list[str], path: Path) -> None:
+    """Each function that is written, on two ranks, before the script as a whole.
+
+    One that calls an open one has to wait for that.
+    """
+    wanted = []
+    for name in PROBES:
+        if name not in is_open and NEEDS.get(name) not in is_open:
+            wanted.append(name)
+    path.write_text(source + PROBE_FOOTER)
+    try:
+        output = scripts.run("on 2 ranks: ", path, *wanted, nproc=2)
+    finally:
+        path.unlink()
+    for line in output.splitlines():
+        _, found, text = line.partition(FOUND)
+        if found:
+            raise Hint(text)
 
 
 # ---- without running it
@@ -125,9 +176,40 @@ def _check_source(source: str) -> None:
             unknown
         ),
     }
-    for name, meaning in CALLED.items():
-        mistakes[meaning] = name not in names
+    mistakes["the process group is still there at the end: dist.destroy_process_group()"] = (
+        "destroy_process_group" not in names
+    )
+    mistakes[
+        "samples stay on the CPU, where no GPU finds them: inputs and targets .to(device)"
+    ] = not _moves_samples(tree)
+    mistakes[
+        "autocast without a dtype is bfloat16 on a CPU and float16 on a GPU, where small gradients "
+        "are lost: dtype=torch.bfloat16"
+    ] = _has_autocast_without_dtype(tree)
     refuse(mistakes)
+
+
+def _moves_samples(tree: ast.Module) -> bool:
+    """Whether a function that handles samples moves anything; one that is open may yet do it."""
+    for function in tree.body:
+        if not isinstance(function, ast.FunctionDef) or function.name not in HANDLE_SAMPLES:
+            continue
+        if OPEN in ast.unparse(function).replace("'", '"'):
+            return True
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute) and node.attr in MOVES:
+                return True
+    return False
+
+
+def _has_autocast_without_dtype(tree: ast.Module) -> bool:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or "autocast" not in ast.unparse(node.func):
+            continue
+        names = [keyword.arg for keyword in node.keywords]
+        if len(node.args) < 2 and "dtype" not in names:
+            return True
+    return False
 
 
 # ---- what it printed
@@ -231,6 +313,8 @@ def _check_checkpoint(case: str, path: Path) -> None:
         name, value = waiting.pop()
         if isinstance(value, dict):
             waiting += [(str(key), inner) for key, inner in value.items()]
+        elif isinstance(value, (list, tuple)):
+            waiting += [(name, inner) for inner in value]
         elif isinstance(value, torch.Tensor):
             tensors.append((name, value))
     names = [name for name, _ in tensors]
