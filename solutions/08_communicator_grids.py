@@ -27,7 +27,7 @@
 # - say how fast a group over several nodes is, and write the all-reduce that uses all of its adapters;
 # - choose the sizes and the order of a grid by their cost.
 #
-# **Time**: 138 minutes. Good places for a break are after section 2 and after section 4.
+# **Time**: 140 minutes. Good places for a break are after section 2 and after section 4.
 #
 # **Needs**: lesson 01 (sections 1 and 3), lesson 04 (section 1).
 
@@ -125,7 +125,7 @@ check("8.1", my_coords)
 # to the fastest. It is Horner's scheme.)
 
 # %% [markdown]
-# ## 2. Groups (core, 29 min)
+# ## 2. Groups (core, 24 min)
 #
 # A **group** along an axis holds the ranks that differ along this axis and nowhere else. All their other coordinates
 # are the same. So every rank is in exactly one group of each axis, and the groups of an axis together hold every rank
@@ -384,7 +384,7 @@ for rank, found in enumerate(ranks.run(in_plain_pytorch)):
 # their addresses under the same keys, so it is luck who meets whom.
 
 # %% [markdown]
-# ## 4. What crosses between nodes (core, 19 min)
+# ## 4. What crosses between nodes (core, 22 min)
 #
 # A cluster has two kinds of links. Inside a node, GPUs talk over NVLink. Between nodes each GPU has a network adapter;
 # a common one, InfiniBand NDR, carries 400 Gb/s, which is 50 GB/s. labcode keeps such rates in a table, each with its
@@ -414,9 +414,9 @@ plot.links(small_grid, axes_shown=("tp", "dp"), nodes=2, caption="08.rings")
 # What is sent along these links in one step of training?
 #
 # - **dp** makes one all-reduce of the gradients in each step (lesson 04, section 1).
-# - **tp** makes four all-reduces in every layer, two in forward and two in backward, one more below the first layer and
-#   one above the last. Lesson 09 shows why. They sum activations. We call *act* the output of a layer on one rank, which
-#   has samples of the rank × tokens × hidden size numbers.
+# - **tp** makes four all-reduces in every layer, two in forward and two in backward. The whole model has two more, one
+#   below the first layer and one above the last. Lesson 09 shows why. They sum activations. We call *act* the output of
+#   a layer on one rank, which has samples of the rank × tokens × hidden size numbers.
 #
 # In a ring all-reduce over p ranks, each link carries 2 (p - 1)/p times the tensor (lesson 01, section 3). With p = 2
 # that is exactly once the tensor.
@@ -458,7 +458,7 @@ all_reduces = 4 * 2 + 2
 tp_crossing = 4 * all_reduces * act_bytes
 
 # %% [markdown]
-# To check both numbers we run one real step of the model on the four ranks, forward, backward and the all-reduce of the
+# To check both sums, ours for dp and yours for tp, we run one real step of the model on the four ranks, forward, backward and the all-reduce of the
 # gradients, and count. labcode's `CollectiveSpy` sees each collective before it starts, with the ranks of its group and
 # the bytes of its tensor. `parallelize` cuts the model as you will learn to do it in lesson 09.
 
@@ -505,7 +505,7 @@ tp_first = counted_step(small_grid)
 dp_first = counted_step(replace(small_grid, order="dp-tp-cp-pp"))
 few_bytes = across_nodes(tp_first, 2)
 many_bytes = across_nodes(dp_first, 2)
-compare("tp-dp", dp_crossing, few_bytes, within=1.1, unit="B", found="counted")
+print(f"tp-dp: {dp_crossing:,.0f} bytes by our sum, {few_bytes:,.0f} bytes counted")
 compare("dp-tp", tp_crossing, many_bytes, within=1.02, unit="B", found="counted")
 print(f"dp-tp: {many_bytes / few_bytes:.0f} times as many bytes between the nodes")
 
@@ -572,7 +572,7 @@ plot.bars(by_cost, caption="08.orders")
 # node, which is tp. Whether dp or pp comes last depends on the batch, and on what can be hidden.**
 
 # %% [markdown]
-# ## 5. How fast a group is (core, 24 min)
+# ## 5. How fast a group is (core, 28 min)
 #
 # What do these bytes cost in time? In a ring all links carry the same bytes at the same moment, so the slowest link
 # decides. Take one ring through 8 ranks on two nodes, 0 to 3 and 4 to 7. It leaves the first node from rank 3 and comes
@@ -581,7 +581,8 @@ plot.bars(by_cost, caption="08.orders")
 #
 # NCCL does better. It builds **several rings** through the same ranks, each in a different order, so that each leaves
 # the node through a different GPU, and gives each ring its share of the tensor. If a group has g ranks in each node, g
-# rings use g adapters. (Messages in the picture go in both directions because the rings do.)
+# rings use g adapters. (The arrows of several rings have two heads, because messages go both ways. An adapter sends and
+# receives at its full rate at the same time, so we count the bytes in one direction.)
 #
 # The third way has **two levels**. First a reduce-scatter inside the node leaves each rank with one shard, 1/g of the
 # tensor, summed over the node. Then each rank sums its shard with the ranks that hold the same shard in the other nodes,
@@ -600,7 +601,7 @@ plot.ways_over_nodes(caption="08.adapters")
 #
 # `dist.reduce_scatter(own, parts, group=...)` takes a list of tensors of equal size, one for each rank of the group. On
 # the rank at position i, `own` becomes the sum of everybody's `parts[i]`. `dist.all_gather(parts, own, group=...)` is
-# the way back. `x.chunk(p)` gives p such parts, which are views of `x`.
+# the way back. `list(x.chunk(p))` is such a list of p parts, which are views of `x`.
 
 # %% tags=["exercise", "by-hand"]
 def all_reduce_in_two_levels(x, inside, between):
@@ -626,47 +627,48 @@ check("8.4", all_reduce_in_two_levels, ranks)
 # their sum.
 
 # %% [markdown]
-# Let us measure all three on links of known speed. Four ranks stand for two nodes of two. Each rank has an adapter of 10
+# Let us measure all three on links of known speed. Four ranks stand for two nodes of two. Each rank has an adapter of 5
 # MB/s, and inside a node there are 200 MB/s, so fast that you may leave it out. Every message is really sent, and its
 # sender sleeps for as long as such a link would take.
 #
-# **Predict.** How many milliseconds does an all-reduce of 4 MB take on one ring, on two rings, and in two levels? Count
+# **Predict.** How many seconds does an all-reduce of 4 MB take on one ring, on two rings, and in two levels? Count
 # for each way the bytes that go over one adapter, in one direction. A ring over four ranks carries 2 · 3/4 of its
 # tensor on each link.
 
 # %% tags=["predict"]
-one_ring_ms = 2 * 3 / 4 * 4e6 / 10e6 * 1e3
-two_rings_ms = one_ring_ms / 2  # each ring has half of the tensor
-two_levels_ms = 2 * 1 / 2 * 2e6 / 10e6 * 1e3  # a ring of two, with half of it
+one_ring_s = 2 * 3 / 4 * 4e6 / 5e6
+two_rings_s = one_ring_s / 2  # each ring has half of the tensor
+two_levels_s = 2 * 1 / 2 * 2e6 / 5e6  # a ring of two, with half of it
 
 # %%
 from labcode.teach.labs import l08_nodes as nodes
 
-PREDICTED_MS = {
-    nodes.one_ring: one_ring_ms,
-    nodes.two_rings: two_rings_ms,
-    nodes.two_levels: two_levels_ms,
+PREDICTED_S = {
+    nodes.one_ring: one_ring_s,
+    nodes.two_rings: two_rings_s,
+    nodes.two_levels: two_levels_s,
 }
 NAMES = ("one ring", "two rings", "two levels")
-for name, way in zip(NAMES, PREDICTED_MS):
-    measured_ms = max(ranks.run(nodes.median_s, way)) * 1e3
-    compare(name, PREDICTED_MS[way], measured_ms, within=1.3, unit="ms")
+for name, way in zip(NAMES, PREDICTED_S):
+    measured_s = max(ranks.run(nodes.median_s, way))
+    compare(name, PREDICTED_S[way], measured_s, within=1.3, unit="s")
 
 # %% [markdown]
 # (Two levels take a little longer than predicted, because the reduce-scatter and the all-gather inside the nodes need
 # 10 ms each and we left them out. The tolerance of 1.3 is for those, and for the time that sending takes on this
 # machine.)
 #
-# Now for any group: N bytes on n ranks in k nodes, g = n/k in each. Bytes over each adapter that is used:
+# Now for any group: N bytes on n ranks in k nodes, g = n/k in each. Such times are usually quoted as a rate. The **bus
+# bandwidth** is the rate that the links of a single ring would need in order to be as fast: the bytes of one ring,
+# 2 (n-1)/n · N, divided by the time. The table has the bytes over each adapter that is used, and this rate:
 #
-# | way | bytes | rate as one ring would see it |
+# | way | bytes | bus bandwidth |
 # |---|---|---|
 # | one ring | 2 (n-1)/n · N | adapter |
 # | g rings | 2 (n-1)/n · N/g | g · adapter |
 # | two levels | 2 (k-1)/k · N/g | (n-1)/(k-1) · adapter |
 #
-# The last column is how such times are usually quoted. The **bus bandwidth** is the rate that the links of a single ring
-# would need in order to be as fast: its bytes, 2 (n-1)/n · N, divided by the time. For two levels, with n = g k, this is
+# The last one follows with n = g k:
 #
 # $$\frac{2\,(n-1)/n \cdot N}{2\,(k-1)/k \cdot N/g} \cdot \text{adapter} = \frac{n - 1}{k - 1} \cdot \text{adapter}.$$
 #
@@ -678,17 +680,23 @@ for name, way in zip(NAMES, PREDICTED_MS):
 # With one rank in each node, n = k, and it is the adapter's rate. On many nodes (n - 1)/(k - 1) approaches g, and rings
 # over all adapters are as good. On few nodes the rule promises more than rings can give. Four nodes of 8 B200 with 50
 # GB/s for each GPU reached 381.8 GB/s (Bekman): rings would carry 400, two levels 517. So for a group over a few nodes
-# g · adapter is the safer count. (On two nodes NCCL also has trees, which can exceed the rate of rings.) labcode's
-# planner uses the rule, and so do the lessons on tensor parallelism, sharding and planning. The rate *inside* is that of
-# rings. Where NVSwitch itself reduces (NVLS, or NVLink SHARP), an all-reduce inside a node can have more bus bandwidth
-# than the links carry; we do not count on that.
+# g · adapter is the safer count. labcode's planner uses the rule, and so do the lessons on tensor parallelism, sharding
+# and planning.
+#
+# <details><summary>Can an all-reduce be faster than that? Trees, and switches that add</summary>
+#
+# On two nodes NCCL also has trees, which can exceed the rate of rings. And the rate *inside* is that of rings. Where
+# NVSwitch itself reduces (NVLS, or NVLink SHARP), an all-reduce inside a node can have more bus bandwidth than the links
+# carry. We do not count on either.
+# </details>
 #
 # Take the grid of section 4 again, dp = 2, pp = 2, tp = 4 on two nodes of 8 H100. In the usual order a tp group stays
 # inside a node. In the order `dp-pp-tp-cp` its ranks are `0, 4, 8, 12`, two on each node, and the rule gives min(365,
 # 3/1 · 50) = 150 GB/s. With its four ranks on four nodes it would be 50.
 #
-# In seconds, beside the time of the computing: each parameter takes 6 FLOPs for each token (lesson 02, section 1), and
-# an H100 computes the layers of a transformer at 692 of its 989 TFLOP/s in bfloat16 (lesson 03, section 1).
+# The next cell compares these times with that of computing. Each parameter takes 6 FLOPs for each token (lesson 02,
+# section 1), and an H100 computes the layers of a transformer at 692 of its 989 TFLOP/s in bfloat16 (lesson 03, section
+# 1).
 
 # %% tags=["nbval-check-output"]
 from dataclasses import replace
@@ -719,7 +727,7 @@ print(f"tp with one in a node:   {tp_bytes / spread_rate:.2f} s")
 # the all-reduces pays the network's latency. And the adapters are needed for what has no other way, the messages of dp
 # and pp.
 #
-# Two things about real networks:
+# <details><summary>Two things about real networks: rails, and large NVLink domains</summary>
 #
 # - **Rails.** In most GPU clusters the adapters with the same number in all nodes are connected to the same switch,
 #   called a rail. With tp = 8 inside nodes of 8, the ranks of a dp group or a pp group all have the same number in
@@ -728,6 +736,7 @@ print(f"tp with one in a node:   {tp_bytes / spread_rate:.2f} s")
 # - **Large NVLink domains.** In a GB200 NVL72, NVLink connects 72 GPUs in 18 hosts of 4, at 900 GB/s each way (NVIDIA,
 #   2024). What this lesson calls a node is then the domain of 72 and not the host: tp = 16 stays inside, and a dp group
 #   of 64 never uses the network. Launchers still start 4 ranks on a host.
+# </details>
 #
 # **Takeaway: a group over several nodes can use the adapters of all its ranks: about min(inside, (n-1)/(k-1) ·
 # adapter), on few nodes rather g · adapter. The slow case is one rank of the group in each node.**

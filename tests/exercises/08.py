@@ -70,7 +70,7 @@ COORDS = Answers(
         ),
         "always the usual order": (
             changed('order.split("-") => ("tp", "cp", "dp", "pp")'),
-            "whatever its `order` says",
+            "your coordinates are the same whatever `order` says",
         ),
         "into the argument": (
             changed(
@@ -401,7 +401,11 @@ LEVELS = Answers(
             changed(
                 "g = inside.size() => inside, between = between, inside\n    g = inside.size()"
             ),
-            "B are enough",
+            "B are enough: you begin between the nodes",
+        ),
+        "the world in the middle": (
+            changed(f"{BETWEEN} => dist.all_reduce(own)"),
+            "without `group=` a call goes to all ranks",
         ),
         "nothing between": (changed(f"{BETWEEN} => pass"), "the sum over the ranks of its own"),
         "no gather": (changed("return total => return own"), "expected is [24]"),

@@ -122,7 +122,7 @@ def _coords_mistakes(found: Mapping[Place, dict[str, int]]) -> dict[str, bool]:
         in_one_order = in_one_order or _agree(found, dict.fromkeys(SHAPES, order))
     return {
         "the order is read backwards; its first axis is the fastest": _agree(found, backwards),
-        "a grid has the same coordinates whatever its `order` says": in_one_order,
+        "your coordinates are the same whatever `order` says": in_one_order,
         "how many ranks do the faster axes fill, before this axis moves on by one?": True,
     }
 
@@ -157,7 +157,8 @@ def _as_lists(case: str, groups: Any) -> list[list[int]]:
     """The learner's groups as lists; a dictionary or a flat list is told what is wanted."""
     wanted = "give a list of lists of ranks"
     if isinstance(groups, (Mapping, str, int)):
-        raise Hint(f"{case}it returned {groups!r:.60}; {wanted}")
+        kind = "dictionary" if isinstance(groups, Mapping) else type(groups).__name__
+        raise Hint(f"{case}it returned a {kind}; {wanted}")
     found = []
     for group in groups:
         if isinstance(group, (int, str)):
@@ -413,8 +414,10 @@ def in_two_levels(all_reduce: Callable[..., Any], ranks: Ranks | None = None) ->
     for nodes in NODES:
         outcome = _run_on(nodes, all_reduce)
         for rank in range(nodes.world_size):
+            events = outcome.parts(rank, "asked")[0]
+            _is_in_levels(nodes, rank, events)
             _is_sum(nodes, rank, outcome.results[rank])
-            _is_cheap(nodes, rank, outcome.parts(rank, "asked")[0])
+            _is_cheap(nodes, rank, events)
     return confirm(ranks, _run_on(NODES[0], all_reduce), _sum_of_nodes, all_reduce, NODES[0])
 
 
@@ -461,31 +464,49 @@ def _members(nodes: GridShape, axis: str, rank: int) -> list[int]:
     return own
 
 
+def _is_in_levels(nodes: GridShape, rank: int, events: Sequence[Event]) -> None:
+    """Each collective is among the ranks of one node, or among one rank of each node."""
+    node = set(_members(nodes, "tp", rank))
+    place = set(_members(nodes, "dp", rank))
+    for one in events:
+        members = set(one.group)
+        if one.kind in ("send", "recv", "barrier") or members <= node or members <= place:
+            continue
+        raise Hint(
+            f"{_nodes_text(nodes)}{one.kind} over {list(one.group)}, which are several ranks of "
+            "several nodes: inside a node first, then between them (without `group=` a call goes "
+            "to all ranks)"
+        )
+
+
 def _is_cheap(nodes: GridShape, rank: int, events: Sequence[Event]) -> None:
     """A rank sends to other nodes what an all-reduce of its part of x needs, and no more."""
     calls = [one for one in events if len(one.group) > 1 and one.kind != "barrier"]
     refuse(careless(calls), _nodes_text(nodes))
     node = set(_members(nodes, "tp", rank))
-    place = _members(nodes, "dp", rank)
     between = 0.0
     for one in calls:
-        is_inside = set(one.group) <= node or (one.kind == "send" and one.peer in node)
-        if is_inside or one.kind == "recv":
+        if _is_inside(one, node) or one.kind == "recv":
             continue
-        if one.kind != "send" and not set(one.group) <= set(place):
-            raise Hint(
-                f"{_nodes_text(nodes)}{one.kind} over {list(one.group)}, which are several ranks "
-                "of several nodes: inside a node first, then between them"
-            )
         known = one.kind in COLLECTIVES
         between += bytes_sent(one.kind, len(one.group), one.num_bytes) if known else one.num_bytes
     part = bytes_sent("all_reduce", nodes.dp, LENGTH * 8 / nodes.tp)
     if between > part * (1 + 1e-9):
+        why = (
+            f"the {nodes.tp} ranks of a node hold the same sum, so how much of it need each of "
+            "them send?"
+        )
+        if nodes.tp > 1 and not _is_inside(calls[0], node):
+            why = "you begin between the nodes, with all of x: scatter inside a node first"
         raise Hint(
             f"{_nodes_text(nodes)}the sum is right, but rank {rank} sends {between:g} B to other "
-            f"nodes, and {part:g} B are enough: the {nodes.tp} ranks of a node hold the same sum, "
-            "so how much of it need each of them send?"
+            f"nodes, and {part:g} B are enough: {why}"
         )
+
+
+def _is_inside(one: Event, node: set[int]) -> bool:
+    """Whether what a rank sends stays in its node."""
+    return set(one.group) <= node or (one.kind == "send" and one.peer in node)
 
 
 # ---- 8.5
@@ -581,8 +602,8 @@ EXERCISES = {
             "After the first level each rank of a node should have a part of the node's sum. Which "
             "collective gives each rank one part of a sum?",
             "Which ranks have the same part of their node's sum? Those add them up.",
-            "`x.chunk(p)` are p views of x. `dist.reduce_scatter` and `dist.all_gather` take such "
-            "a list.",
+            "`list(x.chunk(p))` are p views of x. `dist.reduce_scatter` and `dist.all_gather` take "
+            "such a list.",
         ),
     ),
     "8.5": Exercise(
