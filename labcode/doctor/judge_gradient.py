@@ -63,16 +63,19 @@ def undivided_losses(facts: list[Facts]) -> Iterator[Finding]:
     line of code, each after a forward pass of its own, and reach the same weights.
     """
     largest = 0
+    unit = "times too large"
     for steps in _steps(facts):
         for total in _totals(steps):
             # nobody has divided by two or more; label smoothing leaves 0.9 of a cross-entropy
             is_sum = WEIGHTED * total.count <= total.value <= (1 + CLOSE) * total.count
             if total.count > 1 and is_sum and not _is_one_batch(total):
                 largest = max(largest, total.count)
+                if len(_by_key(steps)) > 1:  # losses of another line may add to it
+                    unit = "times too large, or more"
     if largest:
         what = "the gradient is the sum of the micro-batches' means, not their mean"
         cure = "divide each loss by the number of micro-batches"
-        yield Finding("1/m missing", what, _ranks(facts), largest, "times too large", cure)
+        yield Finding("1/m missing", what, _ranks(facts), largest, unit, cure)
 
 
 def wrong_scale(facts: list[Facts]) -> Iterator[Finding]:
@@ -346,9 +349,12 @@ def needless_syncs(facts: list[Facts]) -> Iterator[Finding]:
     """Gradients that travel at every micro-batch: the same gradient, for more bytes."""
     seen = [fact for fact in facts if max(fact.syncs, default=0) > 1]
     if seen:
-        what = "gradients are sent at every micro-batch, not once a step"
+        what = f"gradients are sent {max(seen[0].syncs)} times a step, not once"
         extra_bytes = (max(seen[0].syncs) - 1) * seen[0].gradient_bytes
-        cure = "run all micro-batches but the last inside model.no_sync()"
+        cure = (
+            "run forward and backward of all micro-batches but the last inside model.no_sync(), "
+            "and of the last one outside"
+        )
         unit = "B a step too much"
         yield Finding("no_sync missing", what, _ranks(seen), extra_bytes, unit, cure, is_hint=True)
 

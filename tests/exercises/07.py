@@ -760,6 +760,27 @@ NIGHT = Answers(
         "set_epoch forgotten": (changed(f"{SET_EPOCH} => pass"), "4 of 5 faults are gone"),
         "not divided": (changed(f"{FOURTH} => {UNDIVIDED}"), "1/m missing"),
         "sent at each backward": (changed(f"{SWITCH} => pass"), "no_sync missing"),
+        "sent at all but the last": (
+            changed("sync = is_last => sync = not is_last"),
+            "gradients are sent 3 times a step",
+        ),
+        "forward outside of no_sync": (
+            changed(
+                f"{SWITCH} => import contextlib",
+                "loss.backward() => with contextlib.nullcontext() if is_last else model.no_sync():"
+                "\n                    loss.backward()",
+            ),
+            "forward and backward of all micro-batches but the last",
+        ),
+        "not divided, in two lines": (
+            changed(
+                f"loss = {FOURTH} => if is_last:\n"
+                f"                    loss = {UNDIVIDED}\n"
+                "                else:\n"
+                f"                    loss = {UNDIVIDED}",
+            ),
+            "times too large, or more",
+        ),
         "saved by all": (changed(f"{BY_RANK_0} => {SAVE}"), "saved by all"),
         "still searching": (changed(SEARCH), "search unneeded"),
         "never saved": (changed(f"{BY_RANK_0} => pass"), "no rank saves a checkpoint any more"),
