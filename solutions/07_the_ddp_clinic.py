@@ -942,7 +942,8 @@ def after_the_test(rank):
     cross_entropy(model(inputs), targets).backward()
     for param in model.parameters():
         param.grad.fill_(rank)
-    return torch.cat([param.grad.flatten() for param in model.parameters()]).mean().item()
+    gradients = [param.grad.flatten() for param in model.parameters()]
+    return torch.cat(gradients).mean().item()
 
 criterion = torch.nn.CrossEntropyLoss()
 tensors = [*criterion.parameters(), *criterion.buffers()]

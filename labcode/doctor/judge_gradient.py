@@ -349,7 +349,7 @@ def needless_syncs(facts: list[Facts]) -> Iterator[Finding]:
     """Gradients that travel at every micro-batch: the same gradient, for more bytes."""
     seen = [fact for fact in facts if max(fact.syncs, default=0) > 1]
     if seen:
-        what = f"gradients are sent {max(seen[0].syncs)} times a step, not once"
+        what = "gradients are sent at more than one micro-batch of a step"
         extra_bytes = (max(seen[0].syncs) - 1) * seen[0].gradient_bytes
         cure = (
             "run forward and backward of all micro-batches but the last inside model.no_sync(), "

@@ -762,22 +762,28 @@ NIGHT = Answers(
         "sent at each backward": (changed(f"{SWITCH} => pass"), "no_sync missing"),
         "sent at all but the last": (
             changed("sync = is_last => sync = not is_last"),
-            "gradients are sent 3 times a step",
+            "and of the last one outside",
         ),
         "forward outside of no_sync": (
             changed(
-                f"{SWITCH} => import contextlib",
-                "loss.backward() => with contextlib.nullcontext() if is_last else model.no_sync():"
-                "\n                    loss.backward()",
+                f"{SWITCH} => pass",
+                f"{FOURTH}\n                loss.backward() => {FOURTH}\n"
+                "                if is_last:\n"
+                "                    loss.backward()\n"
+                "                else:\n"
+                "                    with model.no_sync():\n"
+                "                        loss.backward()",
             ),
             "forward and backward of all micro-batches but the last",
         ),
         "not divided, in two lines": (
             changed(
-                f"loss = {FOURTH} => if is_last:\n"
-                f"                    loss = {UNDIVIDED}\n"
+                f"{SWITCH} => pass",
+                f"loss = {FOURTH}\n                loss.backward() => if is_last:\n"
+                f"                    {UNDIVIDED}.backward()\n"
                 "                else:\n"
-                f"                    loss = {UNDIVIDED}",
+                "                    with model.no_sync():\n"
+                f"                        {UNDIVIDED}.backward()",
             ),
             "times too large, or more",
         ),
