@@ -795,8 +795,8 @@ class TrainConfig:
     overwrite: bool = False  # rename an existing `out` to `out`.old-1, or the next free number
     # folder or file with weights of a GPT-2, StarCoder2 or Llama, or nanoGPT's ckpt.pt
     start_from: str | None = None
-    # weights and modules that do not train: embed blocks.0, or blocks.*.mlp
-    freeze: tuple[str, ...] = ()
+    # weights and modules that do not train: embed blocks.0, or blocks.*.mlp; None: all train
+    freeze: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         ranges = {

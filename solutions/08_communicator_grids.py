@@ -505,8 +505,8 @@ tp_first = counted_step(small_grid)
 dp_first = counted_step(replace(small_grid, order="dp-tp-cp-pp"))
 few_bytes = across_nodes(tp_first, 2)
 many_bytes = across_nodes(dp_first, 2)
-print(f"tp-dp: {dp_crossing:,.0f} bytes by our sum, {few_bytes:,.0f} bytes counted")
 compare("dp-tp", tp_crossing, many_bytes, within=1.02, unit="B", found="counted")
+print(f"tp-dp: {dp_crossing:,.0f} bytes by our sum, {few_bytes:,.0f} bytes counted")
 print(f"dp-tp: {many_bytes / few_bytes:.0f} times as many bytes between the nodes")
 
 # %% [markdown]

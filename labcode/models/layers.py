@@ -281,12 +281,13 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def freeze(model: nn.Module, names: Sequence[str]) -> None:
+def freeze(model: nn.Module, names: Sequence[str] | None) -> None:
     """Let some weights of a whole model be as they are; a tied weight is one under both its names.
 
     Args:
         model: Before it is put on a grid, whose layers keep what is frozen so.
-        names: Of weights or modules; a * stands for any part of a name, as in `blocks.*.mlp`.
+        names: Of weights or modules; a * stands for any part of a name, as in `blocks.*.mlp`; None:
+            none.
 
     Raises:
         ValueError: A name is that of no weight, or nothing is left to train.
@@ -294,6 +295,7 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
     Held by: tests/ranks/test_parallel_parity.py::test_frozen_weights_train_like_one_process
     """
     weights = dict(model.named_parameters(remove_duplicate=False))
+    names = names or ()
     for pattern in names:
         chosen = fnmatch.filter(weights, pattern) + fnmatch.filter(weights, f"{pattern}.*")
         if not chosen:
