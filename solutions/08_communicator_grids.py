@@ -643,15 +643,13 @@ two_levels_s = 2 * 1 / 2 * 2e6 / 5e6  # a ring of two, with half of it
 # %%
 from labcode.teach.labs import l08_nodes as nodes
 
-PREDICTED_S = {
-    nodes.one_ring: one_ring_s,
-    nodes.two_rings: two_rings_s,
-    nodes.two_levels: two_levels_s,
-}
-NAMES = ("one ring", "two rings", "two levels")
-for name, way in zip(NAMES, PREDICTED_S):
-    measured_s = max(ranks.run(nodes.median_s, way))
-    compare(name, PREDICTED_S[way], measured_s, within=1.3, unit="s")
+one, two, levels = (
+    max(ranks.run(nodes.median_s, way))
+    for way in (nodes.one_ring, nodes.two_rings, nodes.two_levels)
+)
+compare("one ring", one_ring_s, one, within=1.3, unit="s")
+compare("two rings", two_rings_s, two, within=1.3, unit="s")
+compare("two levels", two_levels_s, levels, within=1.3, unit="s")
 
 # %% [markdown]
 # (Two levels take a little longer than predicted, because the reduce-scatter and the all-gather inside the nodes need
