@@ -28,6 +28,7 @@ MAY_BE_READ = {
     ("17", "resumes_from"): "the log of a run that takes a minute, printed while it runs",
 }
 
+TOLERANCE = re.compile(r"within=[\d.]+")  # a factor, which a measured time may look like
 COMPARED = re.compile(
     rf"(?m)^(?P<what>.{{30,}}?) predicted +(?P<predicted>.+?)  (?:{'|'.join(WAYS)}) +(?P<found>.+?)"
     r"  (?:right|wrong|within|NOT)"
@@ -258,7 +259,8 @@ def leaks(question: Question) -> list[str]:
     """The lines between a question and its comparison that hold its answer."""
     first = COMPARED.search(question.comparing.printed)
     printed = question.comparing.printed[: first.start()] if first else ""
-    texts = [*question.between, printed, question.comparing.text]
+    comparing = TOLERANCE.sub("", question.comparing.text)
+    texts = [*question.between, printed, comparing]
     found = []
     for answer in question.answers:
         for text in texts:
@@ -266,7 +268,7 @@ def leaks(question: Question) -> list[str]:
                 numbers = set(NUMBER.findall(line)) - question.seen
                 if any(shows_number(number, answer) for number in numbers):
                     found.append(f"{answer}: {line.strip()}")
-            if not is_word(answer) or (text is question.comparing.text and not question.choices):
+            if not is_word(answer) or (text is comparing and not question.choices):
                 continue  # without a list of choices their names are in the code that compares
             if shows_word(text, answer, question.choices):
                 found.append(f"{answer}: in {text.strip().splitlines()[0]}")
