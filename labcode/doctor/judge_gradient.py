@@ -68,7 +68,8 @@ def undivided_losses(facts: list[Facts]) -> Iterator[Finding]:
         for total in _totals(steps):
             # nobody has divided by two or more; label smoothing leaves 0.9 of a cross-entropy
             is_sum = WEIGHTED * total.count <= total.value <= (1 + CLOSE) * total.count
-            if total.count > 1 and is_sum and not _is_one_batch(total):
+            are_means = total.is_mean or total.factor  # or sums, each divided by its own size
+            if total.count > 1 and is_sum and are_means and not _is_one_batch(total):
                 largest = max(largest, total.count)
                 if len(_by_key(steps)) > 1:  # losses of another line may add to it
                     unit = "times too large, or more"

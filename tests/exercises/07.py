@@ -436,7 +436,7 @@ GRADIENTS = Answers(
         ),
         "ranks forgotten": (
             changed("losses * dist.get_world_size() => losses"),
-            "patient 8, rank 0: it returned",
+            "patient 8: the doctor says, averaged twice",
         ),
         "the own count": (
             changed("dist.all_reduce(num_targets) => pass"),
