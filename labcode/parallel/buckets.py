@@ -156,6 +156,34 @@ def cut_into_buckets(
     return buckets
 
 
+@torch.no_grad()
+def make_copies_equal(
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    replicas: Iterable[dist.ProcessGroup],
+    groups: Mapping[nn.Parameter, dist.ProcessGroup],
+) -> None:
+    """Give all copies of a module the values of the first.
+
+    Communicates: a broadcast of each parameter and buffer in each group of ranks that hold copies.
+
+    Args:
+        module: The same module on every rank.
+        group: The ranks over which it is divided.
+        replicas: More groups that hold copies.
+        groups: {parameter: what it has in place of `group`}.
+    """
+    for param in module.parameters():
+        _broadcast(param, (groups.get(param, group), *replicas))
+    for buffer in module.buffers():
+        _broadcast(buffer, (group, *replicas))
+
+
+def _broadcast(tensor: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
+    for copies in groups:
+        dist.broadcast(tensor, src=dist.get_global_rank(copies, 0), group=copies)
+
+
 def broadcast_together(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Give all ranks the values of the group's first, in one message for each dtype.
 

@@ -24,6 +24,7 @@ from labcode.parallel.buckets import (
     broadcast_together,
     cut_into_buckets,
     make_buckets,
+    make_copies_equal,
     trained_last_first,
 )
 
@@ -106,11 +107,7 @@ class DataParallel(nn.Module):
         self._used: set[nn.Parameter] = set()
 
         _require_same_parameters(module, group)
-        with torch.no_grad():
-            for param in module.parameters():
-                _broadcast(param, self._group_of(param))
-            for buffer in module.buffers():
-                _broadcast(buffer, group)
+        make_copies_equal(module, group, (), self.groups)
         self._params = list(module.parameters())
         self._learn_order_from(trained_last_first(module))
 
@@ -261,10 +258,6 @@ class DataParallel(nn.Module):
             self._ready_order[param] = None
         if self.find_unused_parameters:
             self._used.add(param)
-
-
-def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
 
 
 def _when_ready(parallel: weakref.ref) -> Callable[[nn.Parameter], None]:

@@ -7,9 +7,10 @@ its expert, and what the expert makes of it back:
     sort by expert -> all-to-all -> sort by expert again -> MLPs -> the way back -> weighted sum
 
 Both all-to-alls are uneven: how many rows go where is known only when the router has chosen, so a
-first one of ep numbers tells each rank how many to expect. An expert's gradient is complete where
-the expert is kept, over the tokens of all ranks of ep; it is averaged over the replicas of the
-expert, dp/ep ranks of dp, while all other weights are averaged over all of dp.
+first one of E numbers tells each rank how many to expect for each of its experts. An expert's
+gradient is complete where the expert is kept, over the tokens of all ranks of ep; it is averaged
+over the replicas of the expert, dp/ep ranks of dp, while all other weights are averaged over all of
+dp.
 
 tp cuts the features inside each expert, as in an MLP. The weights of the rows meet a partial sum
 there, so that their gradient is a partial sum too: they enter by the same gate as the tokens,

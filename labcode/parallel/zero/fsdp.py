@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from labcode.comm import bootstrap
 from labcode.comm.grid import Grid
-from labcode.parallel.zero.gradients import make_copies_equal
+from labcode.parallel.buckets import make_copies_equal
 
 
 class TorchFullyShardedModule(nn.Module):

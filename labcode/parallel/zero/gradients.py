@@ -15,7 +15,7 @@ Source: Rajbhandari et al. 2019 (arXiv:1910.02054), sections 5.1, 5.2 and 7.1.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labcode.comm.collectives import start_reduce_scatter
-from labcode.parallel.buckets import cut_into_buckets, trained_last_first
+from labcode.parallel.buckets import cut_into_buckets, make_copies_equal, trained_last_first
 from labcode.parallel.zero.cut import Cut, piece_of
 from labcode.parallel.zero.optimizer import gather_weights
 
@@ -204,34 +204,6 @@ class ShardedBucket:
             param.grad = None
         self.finish = None
         self.missing = set(self.params)
-
-
-@torch.no_grad()
-def make_copies_equal(
-    module: nn.Module,
-    group: dist.ProcessGroup,
-    replicas: Iterable[dist.ProcessGroup],
-    groups: Mapping[nn.Parameter, dist.ProcessGroup],
-) -> None:
-    """Give all copies of a module the values of the first.
-
-    Communicates: a broadcast of each parameter and buffer in each group of ranks that hold copies.
-
-    Args:
-        module: The same module on every rank.
-        group: The ranks over which it is divided.
-        replicas: More groups that hold copies.
-        groups: {parameter: what it has in place of `group`}.
-    """
-    for param in module.parameters():
-        _broadcast(param, (groups.get(param, group), *replicas))
-    for buffer in module.buffers():
-        _broadcast(buffer, (group, *replicas))
-
-
-def _broadcast(tensor: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
-    for copies in groups:
-        dist.broadcast(tensor, src=dist.get_global_rank(copies, 0), group=copies)
 
 
 def shards_by_name(

@@ -33,8 +33,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from labcode.comm.collectives import start_all_gather, start_reduce_scatter
+from labcode.parallel.buckets import make_copies_equal
 from labcode.parallel.zero.cut import Cut, piece_of
-from labcode.parallel.zero.gradients import make_copies_equal, shards_by_name
+from labcode.parallel.zero.gradients import shards_by_name
 
 Materialize = Callable[[str], torch.Tensor]
 
