@@ -160,16 +160,25 @@ class Section(NamedTuple):
     exercises: tuple[str, ...] = ()
 
     @property
+    def heading(self) -> str:
+        """As it stands in the lesson, without the marks of code."""
+        number = "" if self.number is None else f"{self.number}. "
+        kind = "optional" if self.is_optional else "core"
+        return f"{number}{self.title} ({kind}, {self.minutes} min)".replace("`", "")
+
+    @property
+    def cell_id(self) -> str:
+        """The id of the cell that a numbered section begins with, in both notebooks."""
+        return f"section-{self.number}"
+
+    @property
     def anchor(self) -> str:
         """What leads to it in JupyterLab, behind the `#` of a link to its notebook.
 
-        A dash stands in the place of each space of the heading. Without `heading=` JupyterLab 4
-        would look only among the cells that it has drawn.
+        A link to the heading, `#heading=...`, would land at the top of a lesson that was closed:
+        JupyterLab 4.6 looks for headings before the cells are drawn.
         """
-        number = "" if self.number is None else f"{self.number}. "
-        kind = "optional" if self.is_optional else "core"
-        heading = f"{number}{self.title} ({kind}, {self.minutes} min)"
-        return "heading=" + heading.replace("`", "").replace(" ", "-")
+        return f"cell-id={self.cell_id}"
 
 
 def sections(markdown: str) -> tuple[Section, ...]:
@@ -384,7 +393,8 @@ def _lesson(path: Path) -> Lesson | None:
         parts += sections(text)
         said = NEEDS.search(text)
         if said and not needs:
-            needs = " ".join(said[1].split())
+            without_links = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", said[1])
+            needs = " ".join(without_links.split())
     title = about.get("title") or path.stem.partition("_")[2].replace("_", " ")
     minutes = about.get("minutes")
     number = number_of(path.name)

@@ -50,7 +50,8 @@ lab = l14_cluster.open_lab("lesson14")
 # own host name, network and processes; only the hardware is shared. The cluster needs Linux and a few Debian packages.
 # If they are missing, the cell above says which; then the commands below are shown and not run, and your own scripts
 # run on this machine without SLURM.
-#
+
+# %% [markdown]
 # ## 1. What a job is (core, 22 min)
 #
 # You log in to the **login node**, which is not for computing; here it is called `head`. There you submit a **job**: a

@@ -146,7 +146,9 @@ def lesson_pages(course: Course) -> tuple[Files, dict[str, str]]:
         text = (course.root / lesson.solution).with_suffix(".py").read_text(encoding="utf-8")
         _, student = lesson_source.notebooks_of(text, f"{lesson.stem}.py", headlines)
         known_hints = book_lesson.hints(lesson, course.root)
-        page = book_lesson.page(lesson, solution, student, known_hints, uses, link_code)
+        page = book_lesson.page(
+            lesson, solution, student, known_hints, uses, link_code, course.lessons
+        )
         files[f"{lesson.stem}.ipynb"] = _notebook(page.notebook)
         files[f"{EXTRA}/{lesson.notebook}"] = _notebook(student)
         for name, png in page.figures.items():

@@ -12,10 +12,11 @@ import copy
 import hashlib
 import html
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from docutils.nodes import make_id
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
@@ -26,6 +27,7 @@ from tools.course_map import Lesson
 NAVIGATION = re.compile(r"(?m)^[^\n]*\[Map of the course\][^\n]*(?:\n\n|\Z)")
 EXERCISE = re.compile(r"(?m)^### Exercise (\d+\.\d+)")
 SHOWN_SOURCE = re.compile(r"<div><small><code>([^<]*)</code></small></div>")
+SECTION_LINK = re.compile(r"\[([^\]]*)\]\((\w+\.ipynb#cell-id=[\w-]+)\)")
 CHECKS = "labcode/teach/exercises"
 
 
@@ -72,6 +74,7 @@ def page(
     known_hints: Mapping[str, list[str]],
     uses: FirstUses,
     link_code: Callable[[str], str],
+    lessons: Sequence[Lesson],
 ) -> Page:
     """The page of a lesson.
 
@@ -82,6 +85,7 @@ def page(
         known_hints: {exercise: its hints}.
         uses: Links the terms of the glossary.
         link_code: Makes a link of `code` that names something of the library.
+        lessons: All, to whose sections the text has links.
     """
     open_cells = {cell.id: cell.source for cell in student.cells}
     figures: dict[str, bytes] = {}
@@ -97,7 +101,8 @@ def page(
             cells += _outputs(cell, lesson, figures)
             continue
         found = EXERCISE.search(cell.source)
-        cell.source = _prose(cell.source, lesson, uses, link_code)
+        prose = _prose(cell.source, lesson, uses, link_code)
+        cell.source = with_sections(prose, lessons)
         if cell.source:
             cells.append(cell)
         if found:
@@ -118,6 +123,20 @@ def _prose(text: str, lesson: Lesson, uses: FirstUses, link_code: Callable[[str]
     if text.startswith("# "):
         text = _with_facts(text, lesson)
     return text + heading + rest
+
+
+def with_sections(text: str, lessons: Sequence[Lesson]) -> str:
+    """Markdown whose links to cells of other lessons lead to the headings of the book's pages."""
+    headings = {}
+    for lesson in lessons:
+        for section in lesson.sections:
+            target = f"{lesson.stem}.ipynb#{section.anchor}"
+            headings[target] = f"{lesson.stem}.html#{make_id(section.heading)}"
+
+    def link(found: re.Match) -> str:
+        return f'<a href="{headings[found[2]]}">{found[1]}</a>'
+
+    return SECTION_LINK.sub(link, text)
 
 
 def _with_facts(text: str, lesson: Lesson) -> str:

@@ -52,7 +52,10 @@ def prose(path: Path) -> str:
 
 
 def headings(path: Path) -> set[str]:
-    """The anchors of a document: GitHub's or, in a notebook, JupyterLab's, and explicit ids."""
+    """The anchors of a document: GitHub's or, in a notebook, JupyterLab's, and explicit ids.
+
+    JupyterLab knows `#heading=Title` and `#cell-id=...`.
+    """
     is_markdown = path.suffix == ".md"
     text = path.read_text() if is_markdown else prose(path)
     anchors = set(re.findall(r"(?:id|name)=[\"']([^\"']+)", text))
@@ -60,7 +63,10 @@ def headings(path: Path) -> set[str]:
         title = re.sub(r"[*`]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip()
         if is_markdown:
             title = re.sub(r"[^\w\- ]", "", title.lower())
-        anchors.add(title.replace(" ", "-"))
+        anchors.add(("" if is_markdown else "heading=") + title.replace(" ", "-"))
+    if not is_markdown:
+        cells = nbformat.read(path, as_version=4).cells
+        anchors |= {f"cell-id={cell.id}" for cell in cells}
     return anchors
 
 
@@ -72,7 +78,6 @@ def broken(path: Path, root: Path) -> list[str]:
         if re.match(r"[a-z][a-z0-9+.-]*:|//", link, re.IGNORECASE):
             continue  # another site, or mailto, data, attachment
         target, _, anchor = link.partition("#")
-        anchor = anchor.removeprefix("heading=")  # as JupyterLab says that it is no cell
         file = (path.parent / target).resolve() if target else path
         if not file.is_relative_to(root.resolve()):
             why = "outside the repository"

@@ -1,9 +1,9 @@
 """What the builder adds to a lesson, so that no source has to carry it.
 
-Links to the lessons before and after, to map, glossary and solution; sources that
-can be clicked; a box round each question that is to be predicted; a first line of code that says
-what to do where labcode is missing. Markdown and plain HTML: it shows in JupyterLab, in VS Code and
-in an exported page alike.
+Links to the lessons before and after, to map, glossary and solution; sources and sections of other
+lessons that can be clicked; a box round each question that is to be predicted; a first line of code
+that says what to do where labcode is missing. Markdown and plain HTML: it shows in JupyterLab, in
+VS Code and in an exported page alike.
 """
 
 import re
@@ -29,6 +29,10 @@ _DOI = re.compile(r"\bdoi:? ?(10\.\d{4,9}/[^\s,;)]*[\w/])")
 _ADDRESS = re.compile(
     r"(?<![\w@./-])(https?://)?((?:[a-z0-9-]+\.)+(?:org|com|gov|io|edu|net|ai|dev|eu|int)\b"
     r"(?:/[\w./#?=&%~+-]*[\w/])?)"
+)
+_SECTION = re.compile(r"\b[Ll]esson\s+(\d\db?),\s+section\s+(\d+)\b")
+_SECTIONS = re.compile(
+    r"\b(\d\db?)(?:\s+\(|,\s+)sections?\s+\d+(?:(?:,\s+|\s+to\s+|\s+and\s+)\d+)*"
 )
 _SOURCES = re.compile(r"(?ms)(^## +Sources\b.*?)(?=^## |\Z)")
 
@@ -94,6 +98,38 @@ def with_links(text: str) -> str:
     """Markdown in which papers can be clicked, and under `## Sources` addresses as well."""
     text = _outside_links(text, _link_papers)
     return _SOURCES.sub(_link_addresses, text)
+
+
+def with_sections(text: str, lessons: Sequence[Headline]) -> str:
+    """Markdown in which what is said of "lesson 04, section 1" leads there.
+
+    So do the numbers in "lesson 04 (sections 1 and 3 to 5)".
+
+    Args:
+        text: The Markdown.
+        lessons: All lessons.
+    """
+    stems = {lesson.number: lesson.stem for lesson in lessons}
+
+    def address(lesson: str, section: str) -> str:
+        cell_id = course.Section(int(section), "", False, 0).cell_id
+        return f"{stems[lesson]}.ipynb#cell-id={cell_id}"
+
+    def link_phrase(found: re.Match) -> str:
+        return f"[{found[0]}]({address(found[1], found[2])})" if found[1] in stems else found[0]
+
+    def link_numbers(found: re.Match) -> str:
+        if found[1] not in stems:
+            return found[0]
+
+        def link(number: re.Match) -> str:
+            return f"[{number[0]}]({address(found[1], number[1])})"
+
+        which = found[0].removeprefix(found[1])
+        return found[1] + re.sub(r"(?:section\s+)?(\d+)", link, which)
+
+    text = _outside_links(text, lambda part: _SECTION.sub(link_phrase, part))
+    return _outside_links(text, lambda part: _SECTIONS.sub(link_numbers, part))
 
 
 def _link_papers(text: str) -> str:

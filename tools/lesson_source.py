@@ -24,6 +24,7 @@ import jupytext
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from labcode import course as labcode_course
 from tools import decorate, fingerprint
 from tools.decorate import Headline
 
@@ -64,7 +65,8 @@ def notebooks_of(
 ) -> tuple[NotebookNode, NotebookNode]:
     """The solution notebook (without outputs) and the student notebook of one source.
 
-    Cell ids come from the content of the cell, so a cell keeps its id when others change around it.
+    A cell that begins a numbered section has the id to which links lead, `course.Section.anchor`.
+    All others have one of their content, so a cell keeps its id when others change around it.
 
     Args:
         text: The py:percent source.
@@ -85,6 +87,9 @@ def notebooks_of(
         key = f"{cell.cell_type}\n{cell.source}"
         seen[key] = seen.get(key, 0) + 1
         cell_id = hashlib.sha256(f"{key}\n{seen[key]}".encode()).hexdigest()[:12]
+        for section in labcode_course.sections(cell.source.partition("\n")[0]):
+            if section.number is not None:
+                cell_id = section.cell_id
         for_students = _blanked(cell, where)
         solved = without_markers(cell.source)
         solution.append(_cell(cell.cell_type, solved, metadata, cell_id))
@@ -94,7 +99,8 @@ def notebooks_of(
     if course:
         stem = name.removesuffix(".py")
         for cells, is_solution in ((solution, True), (student, False)):
-            _decorate(cells, decorate.navigation(stem, course, is_solution=is_solution))
+            links = decorate.navigation(stem, course, is_solution=is_solution)
+            _decorate(cells, links, course)
         mine = decorate.headline(stem, text)
         about |= {"title": mine.title, "minutes": mine.minutes}
     student_notebook = _notebook(student, about)
@@ -102,7 +108,7 @@ def notebooks_of(
     return _notebook(solution, about), student_notebook
 
 
-def _decorate(cells: list[NotebookNode], links: str) -> None:
+def _decorate(cells: list[NotebookNode], links: str, course: Sequence[Headline]) -> None:
     """Add links, boxes and the guard to the cells of one notebook, in place."""
     for cell, following in itertools.pairwise(cells):
         if cell.cell_type == "markdown" and "predict" in following.metadata.get("tags", []):
@@ -110,6 +116,7 @@ def _decorate(cells: list[NotebookNode], links: str) -> None:
     for cell in cells:
         if cell.cell_type == "markdown":
             cell.source = decorate.with_links(cell.source)
+            cell.source = decorate.with_sections(cell.source, course)
     for cell in cells:
         if cell.cell_type == "code":
             cell.source = decorate.guarded(cell.source)

@@ -76,6 +76,7 @@ def lab(tmp_path_factory):
     folder, home = tmp_path_factory.mktemp("course"), tmp_path_factory.mktemp("home")
     runs = Path("labcode", "assets", "reference_runs")
     shutil.copytree(ROOT / runs, folder / runs)
+    shutil.copy(ROOT / "COURSE.md", folder)
     for part in ("notebooks", "solutions", "tools"):
         shutil.copytree(
             ROOT / part,
@@ -231,6 +232,36 @@ def test_stored_figures_show_before_anything_is_run(lab, page):
     )
     assert len(shown) == stored >= 3 and all(width > 100 for width in shown.values())
     assert badges["✓ right"] == "rgb(26, 127, 55)"  # not trusted, and in colour all the same
+
+
+WHERE_IS_THE_SECTION = """id => {
+    const notebook = window.jupyterapp.shell.currentWidget?.content;
+    const cell = notebook?.widgets?.find?.(widget => widget.model.id === id);
+    if (!cell || !cell.node.isConnected) return null;
+    const below = cell.node.getBoundingClientRect().top - notebook.node.getBoundingClientRect().top;
+    return [cell.node.querySelector('h2')?.innerText, below];
+}"""
+
+
+@pytest.mark.release
+def test_a_link_to_a_section_lands_on_it_though_the_lesson_was_closed(lab, page):
+    """JupyterLab alone scrolls once, and the section moves away as the cells above it are drawn."""
+    address, _ = lab
+    for number in ("04", "09"):
+        page.goto(f"{address}/lab/tree/COURSE.md?token={TOKEN}&reset")
+        link = f".jp-RenderedMarkdown a[href*='/{number}_'][href$='#cell-id=section-4']"
+        page.wait_for_selector(link, state="attached")
+        page.evaluate("link => document.querySelector(link).click()", link)
+        seen = []
+
+        def is_at_rest(seen=seen):
+            seen.append(page.evaluate(WHERE_IS_THE_SECTION, "section-4"))
+            last = seen[-10:]
+            return len(last) == 10 and last[0] is not None and last.count(last[0]) == 10
+
+        until(is_at_rest, 60, 0.2)
+        heading, below = seen[-1]
+        assert heading.startswith("4. ") and -5 < below < 50, seen[-1]
 
 
 @pytest.mark.release

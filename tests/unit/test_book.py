@@ -123,6 +123,9 @@ def test_each_term_of_the_glossary_is_used_by_a_lesson():
 # ---- a lesson
 
 
+THERE = f"[lesson 01, section 2]({BY_NUMBER['01'].stem}.ipynb#cell-id=section-2)"
+
+
 def lesson_page():
     """A page made of one cell of each kind."""
     picture = {"image/png": "iVBORw0KGgo=", "text/html": '<img src="data:image/png;base64,iVB">'}
@@ -144,7 +147,7 @@ def lesson_page():
         new_code_cell('compare("x", guess, 7)', id="j"),
         new_code_cell("plot.x()", id="g", metadata={"tags": ["figure"]}),
         new_code_cell("show_source(x)", id="h"),
-        new_markdown_cell(f"## Sources\n\n- On ZeRO\n\n{navigation}", id="i"),
+        new_markdown_cell(f"## Sources\n\n- On ZeRO {THERE}\n\n{navigation}", id="i"),
     ]
     solved[7].outputs = [new_output("execute_result", picture, metadata=about)]
     solved[8].outputs = [new_output("display_data", {"text/html": shown})]
@@ -159,6 +162,7 @@ def lesson_page():
         {"4.1": ["try `x_1` * 2"]},
         uses(),
         str,
+        LESSONS,
     )
 
 
@@ -191,6 +195,8 @@ def test_a_lesson_shows_what_learners_get_and_folds_what_gives_answers_away():
     assert "try `x_1` \\* 2" in cells[2].source
     assert "````python\na < b\n````" in cells[10].source
     assert cells[9].outputs == []
+    there = f'<a href="{BY_NUMBER["01"].stem}.html#from-one-message-to-eight-collectives-'
+    assert there in cells[-1].source and '-min">lesson 01, section 2</a>' in cells[-1].source
 
 
 def test_a_figure_becomes_a_file_with_its_alternative_text():

@@ -274,6 +274,13 @@ def test_cell_ids_come_from_the_content():
     nbformat.validate(moved)
 
 
+def test_a_section_has_its_number_as_its_id():
+    cells = both("# %% [markdown]\n# ## 3. Title (core, 5 min)\n#\n# ## 4. More (core, 1 min)\n")[
+        0
+    ].cells
+    assert [cell.id for cell in cells] == ["section-3"]
+
+
 # ---- building
 
 
@@ -650,7 +657,8 @@ def test_links(tmp_path, capsys):
     (tmp_path / "a.md").write_text(
         f'{text}\n\n```\n[in code](nowhere)\n```\n<img src="lost.png"> [out](../../etc)\n'
     )
-    cells = [nbformat.v4.new_markdown_cell("# The Map\n[map](#The-Map) [a](a.md) [no](#the-map)")]
+    links = "[map](#heading=The-Map) [a](a.md) [no](#the-map) [here](#cell-id=m) [none](#cell-id=x)"
+    cells = [nbformat.v4.new_markdown_cell(f"# The Map\n{links}", id="m")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "n.ipynb")
     assert check_links.main(tmp_path) == 1
     assert capsys.readouterr().out.splitlines() == [
@@ -659,5 +667,6 @@ def test_links(tmp_path, capsys):
         "a.md: lost.png (no such file)",
         "a.md: ../../etc (outside the repository)",
         "n.ipynb: #the-map (no such heading)",
-        "3 documents: 5 broken links",
+        "n.ipynb: #cell-id=x (no such heading)",
+        "3 documents: 6 broken links",
     ]

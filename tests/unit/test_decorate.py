@@ -3,7 +3,7 @@
 import pytest
 
 from tools import decorate
-from tools.decorate import Headline, headline, navigation, with_links
+from tools.decorate import Headline, headline, navigation, with_links, with_sections
 from tools.lesson_source import notebooks_of
 
 COURSE = [
@@ -69,6 +69,28 @@ def test_sources_can_be_clicked(text, expected):
 )
 def test_what_is_no_source_stays(text):
     assert with_links(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "as in lesson\n04, section 2.",
+            "as in [lesson\n04, section 2](04_ddp.ipynb#cell-id=section-2).",
+        ),
+        ("01 (section 3)", "01 ([section 3](01_ranks.ipynb#cell-id=section-3))"),
+        (
+            "04 (sections 1 and 3)",
+            "04 (sections [1](04_ddp.ipynb#cell-id=section-1)"
+            " and [3](04_ddp.ipynb#cell-id=section-3))",
+        ),
+        ("lesson 99, section 2", "lesson 99, section 2"),
+        ("`lesson 04, section 2`", "`lesson 04, section 2`"),
+        ("arXiv 2006.15704, section 3", "arXiv 2006.15704, section 3"),
+    ],
+)
+def test_sections_of_other_lessons_can_be_clicked(text, expected):
+    assert with_sections(text, COURSE) == expected
 
 
 SOURCE = """\

@@ -41,6 +41,8 @@ c.LabApp.check_for_updates_class = "jupyterlab.NeverCheckForUpdate"
 # overrides.json: no question about news, whole names in the file list, Markdown as a page
 # page_config.json: no panel of IPython Parallel, no tiles of Jupytext
 c.LabApp.app_settings_dir = str(here / "settings")
+# links to the sections of a lesson land on them
+c.LabApp.extra_labextensions_path = [str(here / "labextensions")]
 
 # What is open and where is kept apart from the user's other work with JupyterLab. The first time
 # it is as workspace.json says: the table of contents open, in a sidebar as wide as names are long.
