@@ -70,14 +70,17 @@ class WeightGradientStore:
 @torch.no_grad()
 def finish(waiting: list[DeferredGradient]) -> None:
     """Compute what was left undone, add it to each weight's `.grad`, and forget it."""
+    # Taken out one at a time: each entry holds an input and an output gradient of its layer, which
+    # are freed as soon as its product is done.
     while waiting:
         weight, compute = waiting.pop(0)
+        # Added by hand: for autograd this weight had no gradient, and its hooks do not run.
         grad = compute().to(weight.dtype)
         weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
 def same_watch() -> AbstractContextManager[Any]:
-    """The context in which backward repeats a forward: watched if the forward is watched now."""
+    """The context for a forward that backward repeats: watched if the forward is watched now."""
     store = current_store.get()
     if store is None:
         return contextlib.nullcontext()

@@ -81,7 +81,7 @@ def gathered_linear(
     # narrowed before the gather: it halves the message
     x_narrow, bias_narrow = narrowed(x, bias)
     if not isinstance(product, MatrixProduct):
-        # it keeps the whole x, in 8 bits
+        # an FP8 product keeps the whole x for backward, in 8 bits
         assert x_narrow is not None
         return product(all_gather(x_narrow, group, SEQUENCE_DIM), weight, bias)
     store = current_store.get()
@@ -115,6 +115,8 @@ class _GatheredLinear(torch.autograd.Function):
         group = ctx.group
         product = ctx.product
         grad_rows = grad.flatten(0, -2)  # [B*S, F/tp]
+        # The order is that of Megatron-LM: two messages, each beside a product that does not need
+        # it. x is gathered beside dx = dy W, then dx is scattered beside dW = dy^T x.
         waiting = _Gathered(x, group)
 
         def grad_weight() -> torch.Tensor:
