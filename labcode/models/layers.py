@@ -170,11 +170,12 @@ class MLP(nn.Module):
 
 
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """What stands between the two products of an `MLP`: [.., F], or [.., 2F] for "swiglu", to
-    [.., F].
+    """The function between the two products of an `MLP`, [.., F] to [.., F].
+
+    For "swiglu" its input is [.., 2F], the gate and then up.
     """
     if kind == "swiglu":
-        gate, up = x.chunk(2, dim=-1)
+        gate, up = x.chunk(2, dim=-1)  # [.., 2F] -> two of [.., F]
         return F.silu(gate) * up
     return F.gelu(x, approximate="tanh" if kind == "gelu" else "none")
 
@@ -247,7 +248,7 @@ class Rotary(nn.Module):
 
         Args:
             positions: [S] integers.
-            dtype: That of the activations.
+            dtype: The dtype of the activations.
 
         Returns:
             cos and sin, each [S, D/2], float32 or wider.
@@ -282,12 +283,12 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 def freeze(model: nn.Module, names: Sequence[str] | None) -> None:
-    """Let some weights of a whole model be as they are; a tied weight is one under both its names.
+    """Freeze some weights of a whole model; a tied weight is one weight under both its names.
 
     Args:
-        model: Before it is put on a grid, whose layers keep what is frozen so.
-        names: Of weights or modules; a * stands for any part of a name, as in `blocks.*.mlp`; None:
-            none.
+        model: The model before it is put on a grid, whose layers keep frozen what is frozen.
+        names: Names of weights or modules; a * stands for any part of a name, as in `blocks.*.mlp`;
+            None: none.
 
     Raises:
         ValueError: A name is that of no weight, or nothing is left to train.
@@ -326,7 +327,7 @@ def initial_value(
     Args:
         name: Dotted name in the whole model, such as `blocks.3.mlp.down.weight`.
         shape: Shape of the whole parameter.
-        config: That of the whole model.
+        config: The config of the whole model.
         seed: None draws from torch's global generator instead.
 
     Source: Radford et al. 2019 (GPT-2), section 2.3.

@@ -419,7 +419,7 @@ def choose(blocks: Sequence[Block], layers: Sequence[str], path: Path) -> dict[s
     """{layer: its block} of the layers that one of the blocks chooses.
 
     Args:
-        blocks: Of the file.
+        blocks: The blocks of the file.
         layers: Names of all linear layers of the whole model.
         path: For messages.
 

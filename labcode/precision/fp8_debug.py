@@ -162,7 +162,7 @@ class DebuggedFp8Product:
     """Stands for an `Fp8Product` while a layer is debugged.
 
     Args:
-        inner: Whose scales and histories are used.
+        inner: The product whose scales and histories are used.
         disabled: Products that run without FP8.
         per_tensor: {(gemm, tensor): powers of two left free} of operands with a scale of their own.
         on_cast: Is told of every cast of a training step; None: nobody.

@@ -64,7 +64,7 @@ class StepSizes:
     """What the indices of a step are counted in.
 
     Args:
-        first_sample: Of the global batch, of each micro-batch of this rank.
+        first_sample: The place in the global batch of the first sample of each micro-batch.
         num_samples: The global batch, B.
         tokens: The whole sequence, S.
         own_tokens: This rank's part of it over cp.
@@ -127,9 +127,9 @@ class Recorder:
         """Look at what runs within the block: one step's forward and backward.
 
         Args:
-            number: Of the optimizer step, from 1.
+            number: The number of the optimizer step, from 1.
             batches: The micro-batches of this rank.
-            loss_scale: By which the loss is multiplied; gradients are written without it.
+            loss_scale: The factor of the loss; gradients are written without it.
         """
         self._loss_scale = loss_scale
         self._entries = []

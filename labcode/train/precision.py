@@ -29,9 +29,10 @@ class Precision:
     """The dtypes of a run.
 
     Args:
-        name: As in `train.dtype`, never "auto".
-        matmul: In which matrix products are computed.
-        wide: Of the weights, of floating-point data, and of all that autocast leaves alone.
+        name: The name in `train.dtype`, never "auto".
+        matmul: The dtype of matrix products.
+        wide: The dtype of the weights, of floating-point data, and of all that autocast leaves
+            alone.
     """
 
     name: str
@@ -95,7 +96,7 @@ def _check_tf32(device: torch.device) -> None:
 def set_matmul_precision(precision: Precision, device: torch.device) -> None:
     """Let float32 products on a GPU use TF32, or not; a CPU is left as it is.
 
-    This is a setting of the whole process, so each run makes it anew. PyTorch has two interfaces
+    This is a setting of the whole process, so each run sets it again. PyTorch has two interfaces
     for it. The newer one, `torch.backends.cuda.matmul.fp32_precision`, makes the older one raise
     whenever it is asked, and torch.compile asks it (pytorch issue 166387). This one sets both.
     """

@@ -24,14 +24,14 @@ class Task:
     """A model and its data, ready for the loop.
 
     Args:
-        model_config: With every size filled in from the data.
+        model_config: The config of the model, with every size filled in from the data.
         build: Makes the model.
         train: Dataset, `dataset[indices] -> (inputs [B, ..], targets [B, ..])`.
-        val: The same, held out.
+        val: The held-out dataset, of the same form.
         finish: After training, on one rank: `finish(model, num_tokens, seed) -> text to show`.
-        data_sha256: Of the data: the same for the same data, on every rank and in every attempt.
+        data_sha256: Hash of the data, the same on every rank and in every attempt.
         loss_options: Tensors that the model's loss takes by name, beside outputs and targets.
-        tokenizer: Of a text.
+        tokenizer: The tokenizer of a text; None for weather.
     """
 
     model_config: GPTConfig | ViTConfig
@@ -176,10 +176,10 @@ def _skill_table(
 
     Args:
         splits: The data.
-        weights: Of the latitudes, [Y]; None: each sample brings its own along.
+        weights: Weights of the latitudes, [Y]; None: each sample brings its own along.
         model: The whole model.
         num_tokens: For tasks that draw a sample; not used here.
-        seed: Likewise.
+        seed: Not used here either.
     """
     param = next(model.parameters())
     if weights is not None:

@@ -7,7 +7,7 @@
         {"offsets": [0, 0], "sizes": [33, 64], "file": "rank-0.bin", "start": 0},
         {"offsets": [33, 0], "sizes": [32, 64], "file": "rank-1.bin", "start": 0}]}, ...}
 
-A box stands under its place in the whole tensor. Whoever reads takes from the boxes of others the
+A box stands under its place in the whole tensor. A rank that reads takes from other boxes the
 rows that its own need, so a checkpoint can be read on any grid. What several ranks hold is written
 by one of them. Nothing in these files is ever run, whoever has written them.
 """
@@ -58,7 +58,7 @@ class StoredFile:
 
     Args:
         size_bytes: Its length.
-        sha256: Of its content, in hexadecimal digits.
+        sha256: Hash of its content, in hexadecimal digits.
     """
 
     size_bytes: int
@@ -231,7 +231,7 @@ def read_whole(folder: Path, index: Index, name: str) -> torch.Tensor:
     """A whole tensor, on the CPU.
 
     Raises:
-        DamagedError, OSError: As of `read_into`.
+        DamagedError, OSError: See `read_into`.
     """
     found = torch.empty(index[name].size, dtype=index[name].dtype)
     read_into(folder, index, name, whole(found))

@@ -21,7 +21,7 @@ class Validation(Observer):
 
     Args:
         training: What trains.
-        log: Of the run.
+        log: The metrics of the run.
         target: A loss at which the run may stop; None: there is none.
     """
 
