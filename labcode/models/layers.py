@@ -352,7 +352,7 @@ def _generator_of(name: str, seed: int | None) -> torch.Generator | None:
     """A generator for one parameter; None, which is torch's global one, without a seed."""
     if seed is None:
         return None
-    # Not hash(): Python salts it anew in every process, and the ranks would disagree.
+    # Not hash(): Python salts it differently in every process, and the ranks would disagree.
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     # 63 bits: manual_seed does not take all of 64
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -360,7 +360,7 @@ def _generator_of(name: str, seed: int | None) -> torch.Generator | None:
 
 @torch.no_grad()
 def initialize(model: Model, seed: int | None = None) -> Model:
-    """Draw every parameter of a GPT or ViT anew (`initial_value`), in place, and return the model.
+    """Draw every parameter of a GPT or ViT (`initial_value`), in place, and return the model.
 
     Costs about 40 ns per parameter: 4 s for 100 million. Tied weights are drawn once, under their
     first name.

@@ -129,7 +129,7 @@ def block_entries(
         how = f"{heads.copies[1]} ranks share a key/value head"
         entries.append(PlanEntry("blocks.*.attention", how, around_the_heads))
     if grid.size("cp") > 1:
-        # alone it would copy keys and values for nobody, and know no dropout
+        # With one rank it would copy keys and values for nothing, and the ring refuses dropout.
         how = f"{parallel.context_attention} over cp, {layout}"
         entries.append(PlanEntry("blocks.*.attention.core", how, context_attention))
     return tuple(entries)

@@ -45,7 +45,7 @@ class DataParallel(nn.Module):
     A parameter that takes no part in backward counts as a gradient of zero, since other ranks may
     have one; see `find_unused_parameters`. One that needs no gradient is left alone. Parameters may
     be frozen, unfrozen, or moved to another dtype or device between two steps, on all ranks alike:
-    the next forward makes the buckets anew.
+    the next forward makes the buckets again.
 
     Communicates: at construction a broadcast of parameters and buffers from the group's first rank;
         forward the buffers, once per step, if there are any; backward one all-reduce per bucket, in

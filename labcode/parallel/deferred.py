@@ -1,7 +1,7 @@
 """The backward of a linear layer in two halves: the gradient of its input now, its weight's later.
 
     dx = dy W            the stage before waits for it
-    dW = dy^T x          nobody waits for it before the optimizer does
+    dW = dy^T x          only the optimizer waits for it
 
 A pipeline that fills its idle time with dW has a smaller bubble. Inside `with store.watching():`
 every linear layer becomes one whose backward can leave dW to the store: the sharded layers ask for

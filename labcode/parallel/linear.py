@@ -2,7 +2,7 @@
 
     y  = x W^T          forward
     dx = dy W           backward for the input: the layer before waits for it
-    dW = dy^T x         backward for the weight: nobody waits for it before the optimizer does
+    dW = dy^T x         backward for the weight: only the optimizer waits for it
 
 `MatrixProduct` holds the three, so that a layer can be given others (in FP8, or with a probe). dW
 can be left to a store (`parallel.deferred`), from which a pipeline with a zero-bubble schedule
@@ -101,7 +101,7 @@ def deferrable_linear(
     product: MatrixProduct,
     store: GradientStore | None,
 ) -> torch.Tensor:
-    """`linear` through our own backward, whatever is asked for.
+    """`linear` with our own backward in any case.
 
     Under autocast the weight is narrowed once more in backward. `F.linear` would keep the narrow
     copy until then: of all weights, for each micro-batch of a pipeline that is under way, and also

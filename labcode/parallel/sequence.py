@@ -141,7 +141,7 @@ class _GatheredLinear(torch.autograd.Function):
 
 
 class _Gathered:
-    """The whole of a sharded tensor, gathered when it is asked for or earlier."""
+    """The whole of a sharded tensor, gathered at the latest when it is used."""
 
     def __init__(self, part: torch.Tensor, group: dist.ProcessGroup) -> None:
         self.part = part

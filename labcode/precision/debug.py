@@ -137,7 +137,7 @@ class Debugger:
         chosen: What `chosen_layers` has chosen.
         log_dir: The folder of all ranks; made if it does not exist.
         reduction: The ranks whose statistics are put together.
-        feature_dir: With features of the user's own.
+        feature_dir: A folder with features of the user's own.
         first_step: Steps that were done before; the first step of a run is 0 in the files.
         tensorboard: A SummaryWriter, on the ranks that are to write; None: not this one.
 
@@ -400,7 +400,7 @@ class StatisticsLog(BaseLogger):
         folder = log_dir / STATISTICS
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"nvdlfw_inspect_globalrank-{rank}.log"
-        # lines are written at once, so that a run that breaks off leaves them
+        # lines are written at once, so that a run that is killed leaves them
         self._file = path.open("a" if appends else "w", buffering=1)
 
     def log_scalar(self, name: str, value: float, iteration: int, **_: Any) -> None:

@@ -28,7 +28,7 @@ class Moments:
 
     Args:
         count: Number of values.
-        mean: Of them.
+        mean: The mean of the values.
         squares: Sum of (x - mean)^2.
         least, most: Smallest and largest value.
         l1: Sum of |x|.

@@ -80,10 +80,10 @@ def _zero_bubble(
 ) -> list[Action]:
     """1F1B with I in place of B; each W runs r micro-batches late, to fill the gaps at the end.
 
-    Nobody waits for a W, so it can run at any time. At the end of 1F1B rank r waits for r gradients
-    to pass it on their way to stage 0; the r weight gradients that it put off fill just these gaps.
-    The price: a micro-batch's activations are kept until its W, so that every rank keeps p of them,
-    as only rank 0 does with 1F1B.
+    No action waits for a W, so it can run at any time. At the end of 1F1B rank r waits for r
+    gradients to pass it on their way to stage 0; the r weight gradients that it put off fill just
+    these gaps. The price: a micro-batch's activations are kept until its W, so that every rank
+    keeps p of them, as only rank 0 does with 1F1B.
     """
     # One more than in `_1f1b`: there the steady phase begins with a forward, the loop below with I.
     warmup = min(num_ranks - rank, num_microbatches)

@@ -44,7 +44,7 @@ class Training:
         world: This process, its device and backend.
         grid: The process groups.
         task: The model and its data.
-        precision: In which numbers it computes.
+        precision: The dtypes in which it computes.
         matmul_flops_per_s: What a large matrix product reaches here; None on all ranks but 0.
         accumulation: Micro-batches of a step.
         optim: The settings of the optimizer, for this batch.

@@ -39,7 +39,7 @@ def make_optimizer(
             ZeroRedundancyOptimizer; None: this rank keeps that of all `params`.
 
     Raises:
-        ValueError: LAMB or LARS is asked for and pytorch-optimizer is not installed.
+        ValueError: The config names LAMB or LARS, and pytorch-optimizer is not installed.
 
     Source: Loshchilov and Hutter 2017 (arXiv:1711.05101); Brown et al. 2020 (arXiv:2005.14165),
     appendix B.

@@ -54,7 +54,7 @@ class TrainStep:
                 weights are as before the step.
         """
         training = self.training
-        # Set anew at each step from the number of the step alone, so that a resumed run needs no
+        # Computed at each step from the number of the step alone, so that a resumed run needs no
         # state of a schedule.
         lr = learning_rate(training.steps_done, training.config.train.steps, training.optim)
         for group in training.optimizer.param_groups:
@@ -147,7 +147,7 @@ class TrainStep:
         return grad_norm, can_cure
 
     def _average_if_due(self) -> None:
-        """With local steps: what all copies do together, every so many steps and after the last.
+        """With local steps: average the copies, every `local.steps` steps and after the last one.
 
         Raises:
             Diverged: A weight of one of them is not finite; on every rank.

@@ -121,7 +121,7 @@ def _sample_text(
     num_tokens: int,
     seed: int,
 ) -> str:
-    """What the model writes after the tokens of `beginning`; nothing where none is asked for."""
+    """The text that the model writes after the tokens of `beginning`; "" for no tokens."""
     if num_tokens == 0:
         return ""
     device = next(model.parameters()).device

@@ -4,7 +4,7 @@
     tensors.json      where each tensor lies in them
     run.json          step, config, grid, data, and size and sha256 of every other file
 
-Nothing here knows of a run that goes on: `store` decides what to do.
+Nothing here knows of a run in progress: `store` decides what to do.
 """
 
 import contextlib

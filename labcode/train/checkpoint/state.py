@@ -162,7 +162,7 @@ class RunState:
         Args:
             key: The key of the tensor.
             index: The index of the checkpoint.
-            name: Of the weight of whose shape it is; "", or another shape: all of it is read.
+            name: The weight that has the same shape; "", or another shape: all of it is read.
         """
         stored = index[key]
         if name and stored.size == tuple(self.model.shardings[name].shape):
@@ -173,7 +173,7 @@ class RunState:
         """Put back what `tensors` gave when the checkpoint was written; weights in place.
 
         Args:
-            mine: As from `read`, which has checked it: from here on nothing fails half-way.
+            mine: What `read` returned, which has checked it: nothing fails half-way from here on.
         """
         with torch.no_grad():
             for name, param in self.params.items():

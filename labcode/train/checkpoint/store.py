@@ -10,8 +10,8 @@ that hold the same, one writes it. The folder is called `....partial` until the 
 It must be one that all ranks see.
 
 A run may be resumed on another grid, on another number of ranks and at another stage of ZeRO: each
-rank reads the boxes that it needs. On the same grid it goes on bit for bit; on another one sums are
-made in another order, and the random numbers of dropout start again.
+rank reads the boxes that it needs. On the same grid the run is the same bit for bit. On another one
+sums are made in another order, and the random numbers of dropout start again.
 
 A run never removes what it did not write, unless it is older than what it has written and
 `checkpoint.keep` asks for it. A later checkpoint that it could not resume from makes room for its
