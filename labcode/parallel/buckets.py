@@ -49,7 +49,8 @@ class Bucket:
     def adopt(self, param: nn.Parameter) -> None:
         """Move a gradient into the bucket: from here on `.grad` is a view.
 
-        Whoever has replaced `.grad`, autograd or the user, is right: its value is copied.
+        A `.grad` that is another tensor is newer, put there by autograd or by the user: its values
+        are copied.
         """
         view = self._view_of(param)
         if param.grad is not None and param.grad is not view:
@@ -60,9 +61,16 @@ class Bucket:
     def send(
         self, group: dist.ProcessGroup, num_shares: int, dtype: torch.dtype | None = None
     ) -> None:
-        """Start the all-reduce without waiting for it; dtype: of the message."""
+        """Start the all-reduce without waiting for it.
+
+        Args:
+            group: The ranks that hold copies of the parameters.
+            num_shares: The divisor of the sum.
+            dtype: The dtype of the message; None: that of the gradients.
+        """
         for param in self.params:
             if param.grad is None:
+                # No gradient in this backward: zeros, because another rank may have one.
                 self._view_of(param).zero_()
             else:
                 self.adopt(param)

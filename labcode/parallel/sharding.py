@@ -87,7 +87,7 @@ class Shard:
         pieces = []
         for number, section in enumerate(whole.split(lengths, self.dim)):
             copies = self.copies_of(number)
-            # With 4 parts, neighbours: copies = 2 give pieces 0 0 1 1; apart: 0 1 0 1.
+            # Of 4 parts and copies = 2: pieces 0 0 1 1 for neighbours, 0 1 0 1 if they lie apart.
             num_pieces = parts // copies
             place = index % num_pieces if self.apart else index // copies
             pieces.append(self._cut(section, num_pieces, place))
@@ -230,7 +230,8 @@ def gradient_norm(params: Params, shardings: Shardings, grid: Grid) -> torch.Ten
     for name, param in params.items():
         sharding = shardings[name]
         grads = by_axes.setdefault(tuple(sharding.shards), [])
-        counted_elsewhere = sharding.tied and grid.coord("pp") > 0  # the first stage counts it
+        # After `all_reduce_partial_gradients` both stages hold the sum; the first one counts it.
+        counted_elsewhere = sharding.tied and grid.coord("pp") > 0
         if param.grad is not None and not counted_elsewhere:
             grads.extend(_counted_here(param.grad, sharding, grid))
     device = next(iter(params.values())).device

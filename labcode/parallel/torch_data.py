@@ -70,6 +70,8 @@ class TorchDataParallel(DistributedDataParallel):
             module, process_group=process_group, bucket_cap_mb=bucket_cap_mb, **options
         )
         self.shards: dict[str, nn.Parameter] = {}
+        # Without a hook DDP divides by the number of ranks, which is right where each rank has one
+        # share of the batch. Under cp several ranks have one share together, and a hook divides.
         num_ranks = dist.get_world_size(process_group)
         num_shares = num_shares or num_ranks
         if powersgd is not None:
@@ -127,6 +129,8 @@ def _sum_in_narrow_dtype(
 
     PyTorch's own `bf16_compress_hook` does not run on gloo.
     """
+    # Divided in the wide dtype, sent in the narrow one, and widened again when it has arrived: the
+    # weights and the optimizer see the wide dtype only.
     flat = bucket.buffer().div_(state.num_shares)
     work = dist.all_reduce(flat.to(state.dtype), group=state.group, async_op=True)
     assert work is not None, "this rank is not in the group of its DDP"
