@@ -328,7 +328,7 @@ def _timeout() -> timedelta:
 def _mesh(shape: GridShape, groups: dict[frozenset[str], dist.ProcessGroup]) -> DeviceMesh:
     slow_first = shape.axes[::-1]
     sizes = [shape.size(axis) for axis in slow_first]
-    ranks = torch.arange(shape.world_size).view(sizes)
+    ranks = torch.arange(shape.world_size).view(sizes)  # [pp, dp, cp, tp] in the default order
     # from_group takes the groups that exist. `init_device_mesh` would make its own: the same ranks
     # connected a second time, and PyTorch's parallelisms would not share a group with ours.
     own = [groups[frozenset([axis])] for axis in slow_first]

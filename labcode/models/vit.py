@@ -128,7 +128,7 @@ def unpatchify(
     p = patch_size
     state = patches.reshape(-1, lat // p, lon // p, variables, p, p)  # [B, Y/P, X/P, C, P, P]
     state = state.permute(0, 3, 1, 4, 2, 5)  # [B, C, Y/P, P, X/P, P]
-    return state.reshape(-1, variables, lat, lon)
+    return state.reshape(-1, variables, lat, lon)  # [B, C, Y, X]
 
 
 def latitude_weights(latitudes: "torch.Tensor | np.ndarray | Sequence[float]") -> torch.Tensor:

@@ -120,7 +120,8 @@ class _GatheredLinear(torch.autograd.Function):
         waiting = _Gathered(x, group)
 
         def grad_weight() -> torch.Tensor:
-            return product.grad_weight(grad_rows, waiting.whole().flatten(0, -2))
+            x_rows = waiting.whole().flatten(0, -2)  # [B, S, H] -> [B*S, H]
+            return product.grad_weight(grad_rows, x_rows)
 
         put_off = ctx.param.requires_grad and (
             ctx.store is not None and ctx.store.keep(ctx.param, grad_weight)

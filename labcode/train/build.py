@@ -188,7 +188,8 @@ def build(
         guard=guard,
         scaler=scaler,
         noise=noise,
-        outer=_outer(config, grid, model),  # of the weights that were read
+        # Last, because it copies the weights: those of the checkpoint, where one was read.
+        outer=_outer(config, grid, model),
         debugging=debugging,
         state=state,
         steps_before=batches.step,

@@ -83,6 +83,7 @@ class LossScaler:
         self._good_in_a_row += 1
         if self._good_in_a_row == self.growth_interval:
             self._good_in_a_row = 0
+            # The scaled loss is float32, so a scale beyond its range would be infinite itself.
             if self.scale * 2 <= torch.finfo(torch.float32).max:
                 self.scale *= 2
 

@@ -76,6 +76,8 @@ def pick_precision(name: str, device: torch.device) -> Precision:
     if name == "tf32":
         _check_tf32(device)
         return Precision(name, torch.float32, torch.float32)
+    # The names that are left are those of torch's dtypes. 16 bits are for products alone: as a
+    # weight, 1 + 0.001 would be 1 in bfloat16, and the update would be lost.
     matmul = getattr(torch, name)
     wide = torch.float64 if matmul == torch.float64 else torch.float32
     return Precision(name, matmul, wide)

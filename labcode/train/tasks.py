@@ -75,6 +75,8 @@ def _text_task(model_config: GPTConfig, data: TextData) -> Task:
             f"model.vocab_size={model_config.vocab_size} but the text has {num_tokens} tokens: "
             "raise it, or leave it out to take the tokenizer's"
         )
+    # From here on every size of the model is known, so that its parameters can be counted before it
+    # is built.
     sized = replace(model_config, vocab_size=model_config.vocab_size or num_tokens)
     return Task(
         sized,

@@ -62,7 +62,7 @@ class Cut:
         message = wholes[0].new_empty(self.parts, self.length, dtype=dtype)  # [p, L]
         for index, segment in enumerate(message):
             self._fill(segment, self.pieces(wholes, index))
-        return message.view(-1)
+        return message.view(-1)  # [p, L] -> [p L]
 
     def unpack(self, segment: torch.Tensor, index: int) -> list[torch.Tensor]:
         """Views of a rank's pieces in its segment, `[L]`."""

@@ -183,7 +183,7 @@ def write(folder: Path, rank: int, parts: Mapping[str, Part], index: Index) -> S
                 own.append((starts[box.offsets], box.view(part.own)))
     if not own:
         return None
-    own.sort(key=_start)
+    own.sort(key=_start)  # by place in the file, which is written from front to back
     digest = hashlib.sha256()
     with open(folder / name, "xb") as file:
         for start, block in own:
