@@ -222,7 +222,7 @@ def _tasks_on_this_node(env: Mapping[str, str], world_size: int) -> int:
 
 
 def _check_ranks(rank: tuple[str, int], size: tuple[str, int]) -> None:
-    """Raises ValueError unless a rank is below the number of ranks; both with their names."""
+    """Check that a rank is below the number of ranks; each comes with the name of its variable."""
     name, number = rank
     if not 0 <= number < size[1]:
         raise ValueError(

@@ -145,7 +145,7 @@ def wait_for(result: Any) -> None:
 
 
 class _Counter(CollectiveSpy):
-    """Writes down everything except barriers."""
+    """A spy that lists everything but barriers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -254,9 +254,8 @@ class Rotary(nn.Module):
             cos and sin, each [S, D/2], float32 or wider.
         """
         # Made in float64: at position 100 000 a float32 angle is already off by 0.008.
-        features = torch.arange(
-            0, self.head_size, 2, device=positions.device, dtype=torch.float64
-        )  # [D/2]
+        device = positions.device
+        features = torch.arange(0, self.head_size, 2, device=device, dtype=torch.float64)  # [D/2]
         frequencies = self.base ** -(features / self.head_size)
         angles = positions.to(torch.float64)[:, None] * frequencies  # [S, D/2]
         wide = torch.promote_types(dtype, torch.float32)

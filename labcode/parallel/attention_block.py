@@ -422,7 +422,7 @@ def _forward_backward(
     v: torch.Tensor,
     causal: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """out, lse, dq, dk, dv."""
+    """Both directions of a kernel: out, lse, dq, dk, dv."""
     out, lse = kernel.forward(q, k, v, causal)
     return (out, lse, *kernel.backward(dout, q, k, v, out, lse, causal))
 

@@ -300,14 +300,14 @@ def _grid_of(places: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def _rounding(precision: str, run: Run) -> float:
-    """max(u, sqrt(log2 K) * u_acc), K the longest sum of a product in the run."""
+    """The expected rounding: max(u, sqrt(log2 K) * u_acc), K the longest sum of a product."""
     longest = max(entry.shape[-1] for entry in run.values())
     by_sums = math.sqrt(math.log2(max(2, longest))) * _accumulator(precision)
     return max(UNIT_ROUNDOFF[precision], by_sums)
 
 
 def _accumulator(precision: str) -> float:
-    """u of the sums of products, and of the weights: float32 where operands have fewer bits."""
+    """The u of sums of products, and of the weights: float32 where operands have fewer bits."""
     return min(UNIT_ROUNDOFF[precision], UNIT_ROUNDOFF["float32"])
 
 

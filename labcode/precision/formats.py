@@ -205,7 +205,7 @@ def cast_blocks(
     rounding: Rounding = "nearest",
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """x as a block-scaled format holds it: quantised and dequantised.
+    """Quantise x to a block-scaled format and back: the numbers that the format holds for it.
 
     Args:
         x: [.., n] in float32; n is a multiple of the block.
