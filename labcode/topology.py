@@ -30,7 +30,7 @@ class GridShape:
     Args:
         dp, pp, cp, tp: Number of ranks along each axis, at least 1.
         order: All four axes, fastest-varying first, joined by "-".
-        ep: Over how many neighbours of dp experts are divided; a divisor of dp.
+        ep: Number of neighbours of dp over which experts are divided; a divisor of dp.
 
     Raises:
         ValueError: A size below 1, an order that does not name each axis once, or an ep that does
@@ -116,6 +116,7 @@ class GridShape:
                 f"rank {rank} is outside a grid of {self.world_size} ranks "
                 f"(0 to {self.world_size - 1})"
             )
+        # the digits of the number, lowest first: each division takes off the fastest axis left
         coords = {}
         for axis in self.axes:
             rank, coords[axis] = divmod(rank, self.size(axis))
@@ -128,6 +129,7 @@ class GridShape:
             ValueError: An unknown axis, or a coordinate outside its axis.
         """
         _check_axes(coords)
+        # Horner's rule, from the slowest axis to the fastest, as in the formula of the class
         rank = 0
         for axis in reversed(self.axes):
             coord = coords.get(axis, 0)
@@ -153,6 +155,7 @@ class GridShape:
         _check_axes(axes, (*AXES, *EXPERT_AXES))
         if not set(EXPERT_AXES).isdisjoint(axes):
             return self._groups_of_experts(axes)
+        # dp=2, tp=2: groups("tp") is [[0, 1], [2, 3]], and groups("dp") is [[0, 2], [1, 3]]
         inside = [axis for axis in self.axes if axis in axes]
         outside = [axis for axis in self.axes if axis not in axes]
         groups = []
@@ -163,13 +166,16 @@ class GridShape:
 
     def coord(self, rank: int, axis: str) -> int:
         """The coordinate of a global rank along one axis, which may be ep or edp."""
+        # Neighbours of dp have different experts, so ep is the fast digit of the coordinate.
         dp = self.coords(rank)["dp"]
         of_experts = {"ep": dp % self.ep, "edp": dp // self.ep}
         _check_axes([axis], (*AXES, *EXPERT_AXES))
         return of_experts[axis] if axis in of_experts else self.coords(rank)[axis]
 
     def _groups_of_experts(self, axes: Iterable[str]) -> list[list[int]]:
-        """As `groups`, where dp is cut into ep and edp: ranks that agree in all other axes."""
+        """The groups along axes of which some are ep or edp: ranks that agree in all other axes."""
+        # dp is not among the axes that are compared, since ep and edp take its place. A pass over
+        # all ranks, because ep and edp are digits of dp and no axes of the mixed radix.
         fixed = [axis for axis in ("pp", "cp", "tp", *EXPERT_AXES) if axis not in axes]
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):

@@ -1,7 +1,7 @@
 """Agree on success or failure, so that an error on one rank becomes one message everywhere.
 
 A rank that raises alone leaves the others waiting in the next collective until it times out, and
-whoever reads the log finds the wrong error first. Here the ranks tell each other whether they
+the log then shows the wrong error first. Here the ranks tell each other whether they
 succeeded before any of them continues.
 """
 
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-_WORD = "last word"  # its key in the store
-PATIENCE_S = 5.0  # a rank that failed says so by itself if the others come later than this
+_WORD = "last word"  # the key of the store under which a rank says why it leaves
+PATIENCE_S = 5.0  # if the others come later than this, a rank that failed prints its error itself
 
 
 class SharedError(Exception):
@@ -48,10 +48,11 @@ def on_every_rank(work: Callable[[], T]) -> T:
     error = None
     try:
         result = work()
-    except Exception as caught:
+    except Exception as caught:  # not BaseException: Ctrl-C ends this rank without a vote
         error = caught
     texts = _texts_of_all(error)
     if error is not None:
+        # A mark on the error itself keeps its class, which callers tell apart, and its traceback.
         error.__dict__["shared"] = True
         raise error
     for rank, text in enumerate(texts):
@@ -67,9 +68,11 @@ def on_first_rank(work: Callable[[], T]) -> T:
 
     Raises:
         Exception: What `work` raised, on rank 0.
-        PeerError: The same on the other ranks.
+        PeerError: Rank 0 has failed; raised on the other ranks.
     """
     result = None
+    # Both branches are the same collective. After it all ranks know that rank 0 has a result, or
+    # all have raised, so that none waits in the broadcast for a result that never comes.
     if dist.get_rank() == 0:
         result = on_every_rank(work)
     else:
@@ -128,6 +131,7 @@ def _texts_of_all(error: Exception | None) -> list[str | None]:
         with _said_if_others_are_late(own_text):
             dist.all_gather_object(texts, own_text)
     except RuntimeError:
+        # The others are gone. The reason why this rank failed matters more than that.
         raise error from None
     return texts
 
@@ -146,4 +150,4 @@ def _said_if_others_are_late(text: str) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """What the ranks do that only wait."""
+    """The work of ranks that only wait."""

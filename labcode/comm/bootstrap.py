@@ -97,6 +97,8 @@ def read_environment(env: Mapping[str, str] | None = None) -> Place:
     if env is None:
         env = os.environ
     _check_threads(env)
+    # torchrun first: it may itself have been started by srun, once a node, and its ranks then have
+    # the variables of both.
     if any(name in env for name in TORCHRUN[:4]):
         return _from_torchrun(env)
     if _num_step_tasks(env) > 1:
@@ -220,7 +222,7 @@ def _tasks_on_this_node(env: Mapping[str, str], world_size: int) -> int:
 
 
 def _check_ranks(rank: tuple[str, int], size: tuple[str, int]) -> None:
-    """Raises ValueError unless a rank is below the number of ranks; both with their names."""
+    """Check that a rank is below the number of ranks; each comes with the name of its variable."""
     name, number = rank
     if not 0 <= number < size[1]:
         raise ValueError(
@@ -300,8 +302,9 @@ def job_id(env: Mapping[str, str] | None = None) -> str:
 
 
 def place_of_process(pid: int) -> Place | None:
-    """Where another process of this user stands; None if it is no rank of several, or may
-    not be looked at.
+    """Where another process of this user stands among its peers.
+
+    None if it is not one rank of several, or may not be inspected.
 
     Args:
         pid: Its number on this machine.
@@ -341,7 +344,7 @@ def choose_backend(devices: Sequence[str], share_gpus: bool = False) -> str:
     memory.
 
     Args:
-        devices: Of each rank, as `describe` says.
+        devices: The device of each rank, as `describe` says.
         share_gpus: Allow several ranks on one GPU.
 
     Raises:
@@ -349,6 +352,7 @@ def choose_backend(devices: Sequence[str], share_gpus: bool = False) -> str:
             GPU beside ranks with one.
     Held by: tests/unit/test_bootstrap.py::test_the_backend_follows_from_who_sits_on_which_gpu
     """
+    # {device: ranks}; every rank works this out from the same list, so all choose alike
     ranks_on: dict[str, list[int]] = {}
     for rank, device in enumerate(devices):
         ranks_on.setdefault(device, []).append(rank)
@@ -459,6 +463,7 @@ def _share_cores(place: Place, device: torch.device, store: dist.Store) -> None:
     torchrun sets OMP_NUM_THREADS, srun does not. Which cores each rank may run on, as srun or
     taskset has bound it, is known when they compare.
     """
+    # one bit a core; two ranks share cores if their masks have a bit in common
     mask = sum(1 << core for core in usable_cores())
     store.set(f"cores/{place.rank}", f"{socket.gethostname()} {mask:x}")
     if place.world_size == 1 or device.type == "cuda" or os.environ.get("OMP_NUM_THREADS"):
@@ -472,8 +477,8 @@ def num_threads(cores: Sequence[str], rank: int) -> int:
     """How many threads a rank computes with: its cores, divided by the ranks that may run on them.
 
     Args:
-        cores: Of each rank: its node, and its cores as the bits of a hexadecimal number: "n1 ff".
-        rank: Which.
+        cores: For each rank its node, and its cores as the bits of a hexadecimal number: "n1 ff".
+        rank: The rank in question.
     """
     node, mask = cores[rank].split()
     own = int(mask, 16)
@@ -507,6 +512,8 @@ def _init_process_group(
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
+            # with a device NCCL connects now, and each later group when it is made, not at the
+            # first collective: a fault shows up here, and send/recv of a few ranks is allowed
             device_id=device if backend == "nccl" else None,
         )
     except RuntimeError as error:
@@ -527,8 +534,8 @@ def pretend(rank: int, world_size: int) -> None:
     For dry runs, which need groups of any size; `stop` ends it.
 
     Args:
-        rank: Which.
-        world_size: Of how many.
+        rank: The rank that this process plays.
+        world_size: The number of ranks of the job.
 
     Raises:
         RuntimeError: A process group exists already.
@@ -565,7 +572,7 @@ def leave_together(place: Place, code: int) -> int:
     code 0. That leaves the 35 lines that torchrun prints about a single failure.
 
     Args:
-        place: Of this process.
+        place: Where this process stands.
         code: The exit code of the job.
     """
     if not place.has_agent or place.world_size == 1:
@@ -598,7 +605,7 @@ _GONE = re.compile(
     r"|failed to (recv|send), got",
     re.IGNORECASE,
 )
-# Who was waited for in vain may live: it may be slow, stopped, or in another collective.
+# A rank that did not come in time may live: it may be slow, stopped, or in another collective.
 _LATE = re.compile(
     r"timed out waiting \d+\s*ms|application timeout|wait timeout after|socket timeout"
     r"|(read|write|connect) timeout|collective operation timeout|failed to pass monitoredbarrier"
@@ -628,8 +635,8 @@ def lost_peer_message(error: BaseException, hang: str = "") -> str:
     """The line for an error that `is_lost_peer`: what happened, and where to look.
 
     Args:
-        error: Of a collective, or of the store.
-        hang: Who waited for whom, if that is known.
+        error: An error of a collective, or of the store.
+        hang: Which rank waited for which, if that is known.
     """
     if _GONE.search(str(error)):
         return (

@@ -129,12 +129,16 @@ class _Pair(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, group: Group, forward: Operation, backward: Operation
     ) -> torch.Tensor:
+        # Not a tensor, so plain attributes and no save_for_backward. Nothing of x is kept: neither
+        # a sum nor a rearrangement needs its input for the gradient.
         ctx.group = group
         ctx.backward_operation = backward
         return forward(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # It has to run on every rank of the group or on none: a rank whose loss does not depend on
+        # the output would leave the others waiting in this collective.
         grad_of_x = ctx.backward_operation(grad, ctx.group)
         return grad_of_x, None, None, None
 
@@ -150,7 +154,8 @@ def _identity(x: torch.Tensor, group: Group) -> torch.Tensor:
 def _all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
     if group.size() == 1:
         return _identity(x, group)
-    # all_reduce works in place, and x is not ours
+    # all_reduce works in place, and x belongs to the caller. Contiguous, because a collective adds
+    # up memory as it lies: x may be a transpose on one rank and a plain tensor on another.
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
     return out
@@ -163,23 +168,26 @@ def start_all_gather(x: torch.Tensor, group: Group, dim: int) -> Callable[[], to
     """
     if group.size() == 1:
         return partial(_identity, x, group)
+    # One flat collective into one buffer, [p, .., D/p, ..]. `dist.all_gather` takes a list of p
+    # tensors instead, which NCCL would gather into such a buffer first and copy out of it after.
     parts = x.new_empty(group.size(), *x.shape)
     work = _gather_flat(parts.view(-1), x.contiguous().view(-1), group=group, async_op=True)
 
     def finish() -> torch.Tensor:
         work.wait()
         if dim == 0:
-            return parts.flatten(0, 1)  # the parts lie one after the other already
-        return torch.cat(parts.unbind(0), dim)  # [p, .., D/p, ..] -> [.., D, ..]
+            return parts.flatten(0, 1)  # [p, D/p, ..] -> [D, ..], a view: no copy
+        # Any other dim costs a copy of the whole, because the parts of one row lie apart:
+        # p times [.., D/p, ..] -> [.., D, ..]
+        return torch.cat(parts.unbind(0), dim)
 
     return finish
 
 
 def start_reduce_scatter(x: torch.Tensor, group: Group, dim: int) -> Callable[[], torch.Tensor]:
-    """Begin to sum over the group; what it returns waits and gives this rank's part, `[.., D/p,
-    ..]`.
+    """Begin to sum over the group; what it returns waits and gives this rank's part of the sum.
 
-    Between the two calls x must not change.
+    The part is `[.., D/p, ..]`. Between the two calls x must not change.
 
     Raises:
         ValueError: D is not divisible by p.
@@ -188,7 +196,8 @@ def start_reduce_scatter(x: torch.Tensor, group: Group, dim: int) -> Callable[[]
         return partial(_identity, x, group)
     own_parts = _parts(x, group, dim)
     out = torch.empty_like(own_parts[0], memory_format=torch.contiguous_format)
-    # [p, .., D/p, ..]: what goes to one rank has to be contiguous
+    # [p, .., D/p, ..]: what goes to one rank has to be contiguous. Along dim 0 it is; along another
+    # dim the parts are first copied one behind the other.
     parts = x.contiguous() if dim == 0 else torch.stack(own_parts)
     work = _scatter_flat(out.view(-1), parts.view(-1), group=group, async_op=True)
 
@@ -214,7 +223,9 @@ def _reduce_scatter(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
 def _exchange(x: torch.Tensor, group: Group, split_dim: int, concat_dim: int) -> torch.Tensor:
     if group.size() == 1:
         return _identity(x, group)
-    sent = torch.stack(_parts(x, group, split_dim))  # [p, .., D/p, ..]
+    # Index 0 of `sent` is the receiver, index 0 of `received` the sender:
+    # [.., D, .., E/p, ..] -> [p, .., D/p, .., E/p, ..], then p parts joined -> [.., D/p, .., E, ..]
+    sent = torch.stack(_parts(x, group, split_dim))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return torch.cat(received.unbind(0), concat_dim)

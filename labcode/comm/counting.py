@@ -30,8 +30,8 @@ class Call(NamedTuple):
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather,
             scatter, send or recv.
-        num_bytes: Of the whole tensor: what every rank holds before an all-reduce or a
-            reduce-scatter, or after an all-gather; of the one message for send and recv.
+        num_bytes: Size of the whole tensor: what every rank holds before an all-reduce or a
+            reduce-scatter, or after an all-gather; size of the one message for send and recv.
         group_size: How many ranks take part.
     """
 
@@ -70,9 +70,9 @@ class Collective(NamedTuple):
     """One collective, message or barrier that is about to start.
 
     Args:
-        name: As `Call.kind`, or "barrier".
+        name: One of the names of `Call.kind`, or "barrier".
         group: The process group that it runs in.
-        num_bytes: As `Call.num_bytes`; 0 for a barrier.
+        num_bytes: See `Call.num_bytes`; 0 for a barrier.
         ranks: Global ranks: all members of the group, in order; (sender, receiver) for send and
             recv. The sender is -1 where a message from any rank is received.
     """
@@ -124,6 +124,7 @@ class CollectiveSpy(TorchDispatchMode):
             if kind.__name__ == "DTensor":
                 return NotImplemented  # it then does the same on plain tensors, which we see
         kwargs = kwargs or {}
+        # Inside this method the mode is off, so what `func` calls in turn is not seen again.
         call = _as_collective(func, args)
         if call is None:
             return self.on_operation(func, args, kwargs)
@@ -144,7 +145,7 @@ def wait_for(result: Any) -> None:
 
 
 class _Counter(CollectiveSpy):
-    """Writes down everything except barriers."""
+    """A spy that lists everything but barriers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,6 +225,7 @@ def _as_collective(func: torch._ops.OpOverload, args: tuple) -> Collective | Non
     operation = operations.get(name)
     if operation is None:
         return None
+    # Where the tensors and the group stand among the arguments differs from operation to operation.
     group = _group_of(args)
     return Collective(
         operation.name, group, _num_bytes(operation, args, group), _ranks(operation, args, group)
@@ -240,7 +242,7 @@ def _num_bytes(operation: _Operation, args: tuple, group: dist.ProcessGroup) -> 
 
 
 def _bytes(tensors: Any) -> int:
-    """Of a tensor, or of lists of tensors however deep."""
+    """The size of a tensor, or of nested lists of tensors, in bytes."""
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()
     return sum(_bytes(tensor) for tensor in tensors)

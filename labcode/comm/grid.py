@@ -15,9 +15,9 @@ from labcode.comm import bootstrap
 from labcode.topology import AXES, EXPERT_AXES, GridShape
 
 # What a group is for, kept in its `group_desc`. A grid reuses a group only if purpose and ranks are
-# the same. Pipelines of more than two ranks have a purpose of their own, because with them comes a
-# group of their ends: whoever finds the one knows that the other was made too, even a rank in the
-# middle, which is not in it.
+# the same. Pipelines of more than two ranks have a purpose of their own, because they come with a
+# second group, of their two ends. A rank that finds the first group knows that the second was made
+# as well, even a rank in the middle, which is not in it.
 AXIS = "grid: ranks along some axes"
 PIPELINE = "grid: ranks of one pipeline"
 ENDS = "grid: first and last rank of one pipeline"
@@ -58,13 +58,12 @@ class Grid:
         """Connect the ranks of a grid; every rank of the job calls it, with the same shape.
 
         Axes of size 1 do not change a group, so combinations that differ by them share one group: a
-            job of two axes has
-        4 groups per rank, not 16. A group of one rank is a real group, and so is the group of all
-        ranks.
+        job of two axes has 4 groups per rank, not 16. A group of one rank is a real group, and so
+        is the group of all ranks.
 
         Groups of the same ranks are made once per job, however many grids use them, and last as
-            long as the job: gloo
-        keeps three threads for each, one of which wakes a hundred times a second.
+        long as the job: gloo keeps three threads for each, one of which wakes a hundred times a
+        second.
 
         Communicates: each new group meets once through the store; no tensor is sent.
 
@@ -77,12 +76,13 @@ class Grid:
         shape.check(dist.get_world_size())
         rank = dist.get_rank()
         pipeline, ends = _pipeline_groups(shape, rank)
-        made = {frozenset(["pp"]): pipeline} if shape.pp > 1 else {}  # by the axes that count
+        # {axes of more than one rank: this rank's group along them}
+        made = {frozenset(["pp"]): pipeline} if shape.pp > 1 else {}
         groups = {}
         # Every rank goes through the combinations in this order, or two ranks would wait for
         # different groups.
         for axes in _combinations():
-            larger = _that_count(shape, axes)
+            larger = _axes_larger_than_one(shape, axes)
             if larger not in made:
                 made[larger] = _own_group(shape.groups(*larger), rank)
             groups[frozenset(axes)] = made[larger]
@@ -110,8 +110,8 @@ class Grid:
         Communicates: each new group meets once through the store; no tensor is sent.
 
         Args:
-            axis: The axis.
-            num_parts: Into how many parts; it divides the size of the axis.
+            axis: The axis to cut.
+            num_parts: The number of parts, a divisor of the size of the axis.
 
         Returns:
             (the group of this rank's part, the group of the ranks at its place in each part)
@@ -130,6 +130,8 @@ class Grid:
             return self.group(axis), self.group()
         if num_parts == size:
             return self.group(), self.group(axis)
+        # Each rank works out the groups of all ranks, because all ranks take part in making each of
+        # them (`_make`), in this one order.
         each = size // num_parts
         parts = []
         across = []
@@ -203,12 +205,15 @@ def _combinations() -> Iterator[tuple[str, ...]]:
     yield from (("ep",), ("edp",), ("edp", "cp"), ("ep", "tp"), ("ep", "edp", "tp"))
 
 
-def _that_count(shape: GridShape, axes: Iterable[str]) -> frozenset[str]:
-    """The axes of more than one rank; ep and edp together are dp, or one of them if it is alone."""
-    count = {axis for axis in axes if shape.size(axis) > 1}
-    if shape.ep == 1 or shape.edp == 1 or count.issuperset(EXPERT_AXES):
-        count = {"dp" if axis in EXPERT_AXES else axis for axis in count}
-    return frozenset(count)
+def _axes_larger_than_one(shape: GridShape, axes: Iterable[str]) -> frozenset[str]:
+    """The axes of more than one rank: two combinations with the same ones have the same groups.
+
+    ep and edp together are dp, and so is each of them if the other has size 1.
+    """
+    larger = {axis for axis in axes if shape.size(axis) > 1}
+    if shape.ep == 1 or shape.edp == 1 or larger.issuperset(EXPERT_AXES):
+        larger = {"dp" if axis in EXPERT_AXES else axis for axis in larger}
+    return frozenset(larger)
 
 
 def _own_group(all_groups: list[list[int]], rank: int) -> dist.ProcessGroup:
@@ -223,14 +228,14 @@ def _own_group(all_groups: list[list[int]], rank: int) -> dist.ProcessGroup:
     found = _find(own, AXIS)
     if found is not None:
         return found
-    return _made(_make(all_groups, own, AXIS))
+    return _require_member(_make(all_groups, own, AXIS))
 
 
 def _part_group(all_groups: list[list[int]], rank: int, purpose: str) -> dist.ProcessGroup:
     """This rank's group among parts of an axis; made unless it was asked for before."""
     own = _containing(all_groups, rank)
     assert own is not None, f"rank {rank} is in none of {all_groups}"
-    return _find(own, purpose) or _made(_make(all_groups, own, purpose))
+    return _find(own, purpose) or _require_member(_make(all_groups, own, purpose))
 
 
 def _pipeline_groups(
@@ -239,16 +244,18 @@ def _pipeline_groups(
     """The group of this rank's pipeline, and that of its two ends: None for a rank between them."""
     pipelines = shape.groups("pp")
     if shape.pp <= 2:
+        # Every rank is an end, so the group of the pipeline is that of its ends.
         group = _own_group(pipelines, rank)
         return group, group
     own = _containing(pipelines, rank)
     assert own is not None, f"rank {rank} is in none of {pipelines}"
+    # The ends share tied weights: the first stage has the embedding, the last one the head.
     ends_of_all = [[pipeline[0], pipeline[-1]] for pipeline in pipelines]
     own_ends = _containing(ends_of_all, rank)
     found = _find(own, PIPELINE)
     if found is not None:
         return found, _find(own_ends, ENDS) if own_ends else None
-    pipeline = _made(_make(pipelines, own, PIPELINE))
+    pipeline = _require_member(_make(pipelines, own, PIPELINE))
     return pipeline, _make(ends_of_all, own_ends, ENDS)
 
 
@@ -302,7 +309,7 @@ def _make(
     return own_group
 
 
-def _made(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _require_member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     assert group is not None, "this rank is in none of the groups"
     return group
 
@@ -313,7 +320,7 @@ def _timeout() -> timedelta:
     A new group does not inherit it: torch's default for gloo is half an hour.
     """
     backend = _world()._get_backend(torch.device(bootstrap.device_type()))
-    if backend.name() == "fake":  # of a dry run: nobody is waited for
+    if backend.name() == "fake":  # a dry run has one process, which waits for no other
         return timedelta(seconds=1)
     return backend.options._timeout
 
@@ -321,7 +328,9 @@ def _timeout() -> timedelta:
 def _mesh(shape: GridShape, groups: dict[frozenset[str], dist.ProcessGroup]) -> DeviceMesh:
     slow_first = shape.axes[::-1]
     sizes = [shape.size(axis) for axis in slow_first]
-    ranks = torch.arange(shape.world_size).view(sizes)
+    ranks = torch.arange(shape.world_size).view(sizes)  # [pp, dp, cp, tp] in the default order
+    # from_group takes the groups that exist. `init_device_mesh` would make its own: the same ranks
+    # connected a second time, and PyTorch's parallelisms would not share a group with ours.
     own = [groups[frozenset([axis])] for axis in slow_first]
     return DeviceMesh.from_group(
         own, bootstrap.device_type(), mesh=ranks, mesh_dim_names=slow_first

@@ -7,17 +7,26 @@ of its C++ code and not who was missing. Here the waiting is done in Python, in 
 1. Somebody listens at MASTER_ADDR:MASTER_PORT. Until then the reason is known: the name does not
    resolve, or nobody is there.
 2. It is a store of torch, and the store of this job.
-3. Each rank writes down that it is here, in the roll call that rank 0 has opened; all go on when
-   rank 0 sees that the last one has come.
+3. Each rank writes down that it is here, in the roll call that rank 0 has opened. When rank 0 sees
+   that the last one has come, it says so, and all ranks continue.
 
 torchrun may start all ranks again. Its agents do not agree how often: one whose rank has died
 counts a restart, and one that is only told to start again does not (torch 2.13). So it is rank 0
 that numbers the roll calls. A rank that finds its name in one already, or a verdict, knows that it
 was of an attempt before, and waits for the next.
 
-Who waits says so after ten seconds and then from time to time, once for each node. Ranks do start
-at different times, where containers are loaded or a file system is slow: so the last word comes
-much later than the first.
+A rank that waits prints what it waits for after ten seconds and then every half minute, one rank of
+each node. Giving up comes much later than the first line, because ranks do start at different
+times, where containers are loaded or a file system is slow.
+
+What lies in the store, all under the prefix "labcode/":
+
+    job                          whose store this is: "torchrun's job x of 8 ranks"
+    opened                       a counter: how many roll calls rank 0 has opened
+    roll_call_2/here/5           rank 5 has come to roll call 2, with its host and process
+    roll_call_2/complete         all have come
+    roll_call_2/verdict          why all of them end instead
+    early/here/5                 rank 5 came before any roll call was opened; for messages only
 
 Held by: tests/faults/test_meeting.py
 """
@@ -42,14 +51,14 @@ from labcode.units import ranks_text
 
 SAY_AFTER_S = 10.0  # of silence, before the first line
 SAY_EVERY_S = 30.0
-HOPELESS_S = 25.0  # for what waiting hardly ever cures: an unknown name, a stranger at the port
+HOPELESS_S = 25.0  # for causes that waiting rarely cures: an unknown name, a stranger at the port
 CONNECT_S = 5.0  # for one attempt to reach a port
 OPEN_S = 20.0  # for one attempt to speak with the store behind it
-MAX_LISTED = 4096  # ranks that a message looks at; each costs a request to the store
-READ_S = 1.5  # how long the store stays open, for ranks that have yet to read why all end
+MAX_LISTED = 4096  # at most so many ranks are looked up for a message: a request to the store each
+READ_S = 1.5  # how long the store stays open for ranks that have yet to read why all end
 _COMPLETE = "complete"  # keys of the store
 _VERDICT = "verdict"
-_OPENED = "opened"  # how many roll calls there were
+_OPENED = "opened"
 _WAIT_LONGER = "set LABCODE_MEET_TIMEOUT_S to wait longer"
 
 
@@ -65,9 +74,9 @@ class Patience:
     """How long to wait, and when to say so.
 
     Args:
-        place: Of this process.
+        place: Where this process stands.
         limit_s: Time after which waiting is given up.
-        hopeless_s: The same for what waiting hardly ever cures.
+        hopeless_s: Time after which it is given up for a cause that waiting rarely cures.
     """
 
     def __init__(self, place: Place, limit_s: float, hopeless_s: float = HOPELESS_S) -> None:
@@ -85,15 +94,18 @@ class Patience:
         return time.monotonic() - self._started
 
     @property
-    def in_vain(self) -> str:
+    def waited_text(self) -> str:
+        """How long this rank has waited, for the end of a sentence: " within 45 s"."""
         return f" within {self.waited_s:.0f} s"
 
     def is_over(self, hopeless: bool = False) -> bool:
         """Whether to give up.
 
         Args:
-            hopeless: What this rank has just met is hardly ever cured by waiting.
+            hopeless: Waiting rarely cures what this rank has just met.
         """
+        # The shorter limit counts from the first of several such causes in a row. Any other result
+        # in between resets it: a name may resolve now and then while a node is still booting.
         if not hopeless:
             self._hopeless_since_s = None
         elif self._hopeless_since_s is None:
@@ -113,7 +125,9 @@ class Patience:
         print(line, file=sys.stderr, flush=True)
 
     def pause(self) -> None:
-        """Sleep before the next look: short at first, then longer, for the sake of the store."""
+        """Sleep before the next look: 20 ms at first, then longer, up to half a second."""
+        # Ranks that start together find each other at once. And a thousand ranks that wait for one
+        # look into the store, which is one process, 2,000 times a second and not 50,000 times.
         time.sleep(self._pause_s)
         self._pause_s = min(0.5, 1.5 * self._pause_s)
 
@@ -122,7 +136,7 @@ def meet(place: Place, patience: Patience, timeout_s: float) -> dist.Store:
     """The store of a job whose ranks have all come.
 
     Args:
-        place: Of this process; it has an address.
+        place: Where this process stands; it has an address.
         patience: How long to wait for the others.
         timeout_s: How long later requests to the store may take.
 
@@ -133,6 +147,8 @@ def meet(place: Place, patience: Patience, timeout_s: float) -> dist.Store:
     store = _reach(place, patience, silenced=True)
     number = _hold_roll_call(place, store, patience)
     store.set_timeout(timedelta(seconds=timeout_s))
+    # The keys of an earlier attempt are still in the store of torchrun, with the addresses of
+    # processes that have ended. A prefix with the number of the roll call hides them.
     return dist.PrefixStore(f"labcode/met_{number}", store)
 
 
@@ -172,10 +188,10 @@ def _reach(place: Place, patience: Patience, silenced: bool) -> dist.TCPStore:
     """The store at MASTER_ADDR:MASTER_PORT, opened by rank 0 if no agent has done so.
 
     Args:
-        place: Of this process.
+        place: Where this process stands.
         patience: How long to try.
-        silenced: Whether torch's words about each attempt are dropped, with all that other threads
-            write meanwhile: only while a process starts.
+        silenced: Whether stderr is closed during each attempt, because torch writes its stack
+            there. This also drops what other threads write: only for a process that starts.
     """
     while True:
         _find(place, patience)
@@ -213,18 +229,23 @@ def _find(place: Place, patience: Patience) -> None:
                 advice = "torchrun, which is to open it, has gone: start the job again"
             hopeless = False
         if patience.is_over(hopeless):
-            raise MeetingError(f"{trouble}{patience.in_vain}: {advice}, or {_WAIT_LONGER}")
+            raise MeetingError(f"{trouble}{patience.waited_text}: {advice}, or {_WAIT_LONGER}")
         if patience.is_due():
             patience.say(f"rank 0 of {place.world_size}: {trouble}")
         patience.pause()
 
 
 def _knock(host: str, port: int) -> None:
-    """Connect once. Where nobody listens, TCP may connect a socket with itself, if the port that it
-    was given at random is the one it looks for: that is nobody, and must not keep the port.
+    """Connect once, to see whether anything listens at the port.
+
+    A socket can connect to itself: if nothing listens, and the port that the kernel picks for this
+    end happens to be the one that is looked for, TCP's simultaneous open succeeds. That counts as
+    refused.
     """
     with socket.create_connection((host, port), timeout=CONNECT_S) as connection:
         if connection.getsockname() == connection.getpeername():
+            # Lingering for 0 s resets the connection. Closed in order, it would stay in TIME_WAIT
+            # for a minute, at the port where rank 0 is about to open its store.
             at_once = struct.pack("ii", 1, 0)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
@@ -282,8 +303,10 @@ def _connect(place: Place, patience: Patience, silenced: bool) -> dist.TCPStore 
     try:
         return _make_store(place, silenced)
     except _NoStoreError as error:
-        # A store that has just been closed, or a forwarded port behind which nobody listens yet,
-        # closes the connection; a store that is only slow does not answer in time.
+        # torch pings the store when it connects. Something else that answers fails the ping, which
+        # no waiting cures. A store that has just been closed, or a forwarded port behind which
+        # nothing listens yet, closes the connection, and a slow store does not answer in time: both
+        # are worth another try.
         is_stranger = "ping failed" in error.reason.lower()
         if is_stranger or patience.is_over(hopeless=True):
             raise MeetingError(
@@ -308,9 +331,10 @@ class _NoStoreError(Exception):
 def _make_store(place: Place, silenced: bool) -> dist.TCPStore:
     """A store or a client of one, within `OPEN_S`.
 
-    torch waits for a silent stranger without any limit, so a thread of its own does it, which may
-    be left behind. And torch writes its stack to stderr, some 20 lines for each attempt, where our
-    one line says what is wrong: while a process starts, that is dropped.
+    torch has no time limit for a stranger that accepts the connection and then says nothing. So
+    the call runs in a thread of its own, which is left behind in that case. And torch writes its
+    stack to stderr, some 20 lines for each attempt, where one line says what is wrong; while a
+    process starts, those lines are dropped.
     """
     host, port = _address(place)
     answers: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
@@ -331,6 +355,7 @@ def _make_store(place: Place, silenced: bool) -> dist.TCPStore:
             answers.put(store)
 
     with _native_stderr_closed() if silenced else contextlib.nullcontext():
+        # daemon, so that a thread that is left behind does not keep the process from ending
         threading.Thread(target=make, daemon=True).start()
         try:
             answer = answers.get(timeout=OPEN_S)
@@ -343,10 +368,11 @@ def _make_store(place: Place, silenced: bool) -> dist.TCPStore:
 
 @contextlib.contextmanager
 def _native_stderr_closed() -> Iterator[None]:
-    """Send what this process writes to stderr nowhere, until the end of the block.
+    """Drop everything that this process writes to stderr, until the end of the block.
 
-    torch has no other way to be quiet once it is imported. It is for the start of a process alone,
-    where no thread has anything to say yet.
+    The file descriptor is exchanged, because C++ code does not write through `sys.stderr`. Once
+    torch is imported there is no other way to keep it quiet. Only for the start of a process, when
+    no other thread writes anything yet.
     """
     try:
         stderr = os.dup(2)
@@ -376,6 +402,7 @@ def _hold_roll_call(place: Place, tcp_store: dist.TCPStore, patience: Patience) 
             if patience.is_over():
                 raise _give_up(place, call, patience)
             if patience.is_due():
+                # One request for each rank, so only when a line is due.
                 present, missing = call.roll()
                 patience.say(
                     f"{ranks_text(missing)} of {place.world_size} at {_where(place)}; "
@@ -384,6 +411,7 @@ def _hold_roll_call(place: Place, tcp_store: dist.TCPStore, patience: Patience) 
             patience.pause()
     except RollCallError:
         if place.hosts_store:
+            # The store ends with this process. The others look every half second at most.
             time.sleep(READ_S)
         raise
     except dist.DistError:
@@ -395,16 +423,17 @@ def _hold_roll_call(place: Place, tcp_store: dist.TCPStore, patience: Patience) 
 
 
 class _RollCall:
-    """The list of those who have come, of the newest roll call that rank 0 has opened.
+    """The list of the ranks that have come to the newest roll call that rank 0 has opened.
 
-    Until it has opened one, the others write their names on a list that only messages are made of.
+    Until rank 0 has opened one, the other ranks write their names on a list of early ones, which
+    only messages are made of.
 
     Args:
-        place: Of this process.
-        store: Of the job, for all its attempts.
+        place: Where this process stands.
+        store: The store of the job, which all its attempts share.
 
     Attributes:
-        number: Of the roll call that this rank is in, counted from 1; 0: in none yet.
+        number: The number of the roll call that this rank is in, counted from 1; 0: none yet.
 
     Raises:
         MeetingError: A process that no agent has started finds another one with its rank.
@@ -414,15 +443,18 @@ class _RollCall:
         self._place = place
         self._all = store
         self._own = f"on {socket.gethostname()}, process {os.getpid()}"
-        self._looked_at = 0
+        self._looked_at = 0  # the newest roll call that this rank has tried to enter
         self.number = 0
         if place.rank == 0:
+            # An attempt has one rank 0, and so at most one roll call.
             self._enter(store.add(_OPENED, 1))
         else:
             store.set(f"early/{_here(place.rank)}", self._own)
 
     def is_complete(self) -> bool:
         """Whether all have come; rank 0 finds it out, and tells the others."""
+        # Only rank 0 asks for all names, in one request. If every rank did, n ranks would look up
+        # n names each at every look.
         if self._place.rank > 0:
             self._enter_newest()
             return self.number > 0 and _is_set(self._list, _COMPLETE)
@@ -444,12 +476,12 @@ class _RollCall:
         return present, missing
 
     def pronounce(self, verdict: str) -> None:
-        """Tell all that have come why they end."""
+        """Write down for all ranks that have come why the roll call ends."""
         if self.number:
             self._list.set(_VERDICT, verdict)
 
     def raise_verdict(self) -> None:
-        """Raises RollCallError if another rank has given up."""
+        """Raise RollCallError if another rank has given up."""
         if self.number and _is_set(self._list, _VERDICT):
             raise RollCallError(self._list.get(_VERDICT).decode())
 
@@ -458,18 +490,24 @@ class _RollCall:
         return dist.PrefixStore(f"roll_call_{self.number}", self._all)
 
     def _enter_newest(self) -> None:
-        """Enter the newest roll call, unless this rank's name stands there: it is an old one."""
+        """Enter the newest roll call, unless this rank has already looked at it."""
+        # get() would wait until the key is there, so look first.
         if not _is_set(self._all, _OPENED):
             return
-        newest = self._all.add(_OPENED, 0)
+        newest = self._all.add(_OPENED, 0)  # adding 0 reads a counter
         if newest > self._looked_at:
             self._enter(newest)
 
     def _enter(self, number: int) -> None:
         self._looked_at = number
         names = dist.PrefixStore(f"roll_call_{number}", self._all)
+        # compare_set writes if the key is not there yet, in one step on the server, and returns
+        # what is there now. So of two processes with the same rank one finds its own name.
         first = names.compare_set(_here(self._place.rank), "", self._own).decode()
-        # an agent ends all ranks once one has given up, so that who still comes is of a later one
+        # Under torchrun a name that stands there is that of this rank in an attempt before, and a
+        # verdict is over that attempt: the agent ends all ranks once one has given up. Rank 0 of
+        # this attempt has yet to open the next roll call, so wait for that. Without an agent there
+        # is one attempt only, and a second process with the same rank is a mistake.
         is_of_an_attempt_before = first != self._own or _is_set(names, _VERDICT)
         if is_of_an_attempt_before and self._place.has_agent:
             return
@@ -483,7 +521,7 @@ class _RollCall:
 
 
 def _check_job(place: Place, store: dist.Store) -> None:
-    """All ranks at one store are of the same job: it has a name, or at least a size."""
+    """Check that all ranks at one store are of the same job, by its name, or at least its size."""
     own = f"{place.job or 'a job'} of {place.world_size} ranks"
     if place.hosts_store or place.has_agent:
         found = store.compare_set("job", "", own).decode()
@@ -498,22 +536,23 @@ def _check_job(place: Place, store: dist.Store) -> None:
 
 
 def _give_up(place: Place, call: _RollCall, patience: Patience) -> MeetingError:
-    """The error of whoever has waited long enough; the others are told the same."""
+    """The error of a rank that has waited long enough; the other ranks get the same text."""
     present, missing = call.roll()
     are_missing = "has" if len(missing) == 1 else "have"
     are_here = "has" if len(present) == 1 else "have"
     text = (
         f"{ranks_text(missing)} of {place.world_size} {are_missing} not come to {_where(place)}"
-        f"{patience.in_vain}, {ranks_text(present)} {are_here}: start every rank with this "
+        f"{patience.waited_text}, {ranks_text(present)} {are_here}: start every rank with this "
         f"MASTER_ADDR and MASTER_PORT, or {_WAIT_LONGER}; for one process unset RANK and WORLD_SIZE"
     )
     call.pronounce(text)
-    # rank 0 reports what all know
+    # Of an error that all ranks share, rank 0 alone prints the line. If rank 0 is among the missing
+    # ones, each rank has to print its own.
     return RollCallError(text) if 0 in present else MeetingError(text)
 
 
 def _is_set(store: dist.Store, key: str) -> bool:
-    """Whether somebody wrote a key; torch's stack is not shown if the store has just gone."""
+    """Whether a key was written; torch's stack is not shown if the store has just gone."""
     return _are_set(store, [key])
 
 

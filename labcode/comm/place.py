@@ -1,4 +1,4 @@
-"""Where a process stands among its peers, before anything is connected."""
+"""The place of a process among its peers, before anything is connected."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,10 @@ class Place:
         address: Host and port of the store where the ranks meet; None without a rendezvous over
             TCP.
         hosts_store: Whether this process opens that store; torchrun's agent may have opened it.
-        attempt: How often the torchrun of this node has counted a restart; others may count another
-            number (`meeting`).
-        has_agent: Whether an agent of torchrun started this process. Then it is no use without it.
+        attempt: The number of restarts that the torchrun of this node has counted; the torchruns of
+            other nodes may have counted another number (`meeting`).
+        has_agent: Whether an agent of torchrun started this process. If the agent has gone, the
+            process should end as well.
         job: What torchrun or SLURM calls the job; "" for processes that were started by hand.
     """
 

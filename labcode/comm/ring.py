@@ -37,8 +37,12 @@ def exchange(
     If each rank waited for its send first, all ranks of a ring could wait for each other.
 
     Args:
-        send: Contiguous, for group rank `to`.
-        receive: Contiguous, filled with what group rank `source` sends; as many elements as there.
+        send: The tensor for group rank `to`, contiguous.
+        to: The receiver, a rank of the group.
+        receive: The tensor to fill with what group rank `source` sends, contiguous, of the size of
+            what is sent there.
+        source: The sender, a rank of the group.
+        group: The ranks of the ring.
 
     Returns:
         Bytes sent.
@@ -70,10 +74,14 @@ def reduce_scatter_phase(chunks: list[torch.Tensor], group: dist.ProcessGroup) -
     p = group.size()
     right = (rank + 1) % p
     left = (rank - 1) % p
+    # One buffer of the largest chunk serves all steps: what has arrived is added before the next
+    # message is received. So the ring needs n/p numbers of memory beside the tensor itself.
     largest = max(chunk.numel() for chunk in chunks)
     buffer = chunks[0].new_empty(largest)
     sent = 0
     for step in range(p - 1):
+        # In step 0 the chunk has this rank's values alone. From step 1 on it is the chunk that was
+        # added to in the step before: a chunk gets one more rank's values at each hop.
         outgoing = chunks[(rank - step) % p]
         # what the left neighbour sends in this step is the chunk before ours
         growing = chunks[(rank - step - 1) % p]
@@ -95,8 +103,11 @@ def all_gather_phase(chunks: list[torch.Tensor], group: dist.ProcessGroup) -> in
     left = (rank - 1) % p
     sent = 0
     for step in range(p - 1):
+        # Step 0 sends the chunk that the phase before has finished here, step 1 the one that came
+        # in step 0, and so on: nothing is sent twice over the same link.
         finished = chunks[(rank + 1 - step) % p]
-        next_one = chunks[(rank - step) % p]  # overwritten with the finished one
+        # Received in place: the partial sum that lies there is of no use any more.
+        next_one = chunks[(rank - step) % p]
         sent += exchange(finished, right, next_one, left, group)
     return sent
 
@@ -144,6 +155,8 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> int:
             f"a tensor of shape {list(x.shape)} and strides {x.stride()} is not contiguous: "
             "call .contiguous()"
         )
+    # Views of x, so that both phases write into it. tensor_split and not chunk: chunk rounds the
+    # size up, and 9 numbers over 4 ranks would make 3 chunks.
     chunks = list(x.view(-1).tensor_split(group.size()))
     sent = reduce_scatter_phase(chunks, group)
     sent += all_gather_phase(chunks, group)

@@ -29,16 +29,17 @@ def call_times(
         device: Where x is; on a GPU each call is waited for.
     Held by: tests/ranks/test_ring.py::test_times_of_a_call
     """
-    x = torch.zeros(num_bytes // 4, device=device)
+    x = torch.zeros(num_bytes // 4, device=device)  # float32 has 4 bytes
     times = []
     for _ in range(repeats + 1):
+        # Work that is still in the queue of a GPU would be counted as part of this call.
         _wait_for_device(x)
         dist.barrier()
         start = time.perf_counter()
         call(x)
         _wait_for_device(x)
         times.append(time.perf_counter() - start)
-    return times[1:]
+    return times[1:]  # the first call opens connections and allocates
 
 
 def _wait_for_device(x: torch.Tensor) -> None:

@@ -155,7 +155,7 @@ def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits: [B, S, V]
         targets: [B, S] int64, the token that follows each position.
     """
-    logits = logits.flatten(0, -2)  # [B*S, V]
+    logits = logits.flatten(0, -2)  # [B, S, V] -> [B*S, V]
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.to(wide), targets.flatten())
 

@@ -102,7 +102,7 @@ def _head(grid: Grid, sequence_parallel: bool) -> PlanEntry:
 
 
 def _prepare(grid: Grid, sequence_parallel: bool, model: GPT) -> None:
-    """What no entry sees, each with its one module: tied weights, the sequence's length."""
+    """Set up what involves several modules: tied weights, and the length of the sequence."""
     parts = grid.size("cp", "tp") if sequence_parallel else 1
 
     def tell(model: nn.Module, args: tuple) -> None:
@@ -135,12 +135,14 @@ def gpt_loss(
     """
     own = take_own_targets(grid, targets)
     vocab_size = cast(int, config.vocab_size)  # a GPT has been built from this config
-    losses = vocab_parallel_cross_entropy(logits, own, grid.group("tp"), vocab_size)
+    losses = vocab_parallel_cross_entropy(logits, own, grid.group("tp"), vocab_size)  # [B, S/cp]
+    # Divided by the count over the whole sequence, then summed over cp. A mean of the ranks' means
+    # would weight a target more where few of its neighbours count.
     return reduce_from(losses.sum() / count_targets(targets), grid.group("cp"))
 
 
 def take_own_targets(grid: Grid, targets: torch.Tensor) -> torch.Tensor:
-    """[B, S] to [B, S/cp]"""
+    """Cut whole targets to those of this rank's tokens: [B, S] to [B, S/cp]."""
     return SequenceParts(grid, "zigzag", sequence_parallel=False).over_cp(targets, SEQUENCE_DIM)
 
 

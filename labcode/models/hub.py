@@ -74,7 +74,7 @@ class Family:
     Args:
         model_type: In its config.json.
         title: For messages.
-        prefix: Of the names in a checkpoint of the model with a head.
+        prefix: The prefix of the names in a checkpoint of the model with a head.
         ends: {module here: module there}, of those in no layer.
         layer: The name of a layer, before its number.
         modules: {module of a layer here: the modules there whose rows it has, in this order}.
@@ -163,7 +163,7 @@ class Described:
     """The model that a checkpoint says it is.
 
     Args:
-        family: Of the hub.
+        family: The family of the model in the hub.
         fields: {field of a GPTConfig: value}.
         theirs: {field: what stands there}, as "n_head=4".
     """
@@ -478,7 +478,7 @@ def state_dict(config: GPTConfig, weights: Mapping[str, torch.Tensor]) -> dict[s
     """The state dict of the model of the hub that computes the same.
 
     Args:
-        config: Of the GPT.
+        config: The config of the GPT.
         weights: Its state dict.
 
     Raises:
@@ -507,8 +507,8 @@ def load(model: GPT, state_dict: Mapping[str, torch.Tensor]) -> GPT:
 
     Args:
         model: A GPT of the same shape (`gpt_config`).
-        state_dict: Of the model with a head. A model with tied embeddings also takes that of a
-            model without, such as `GPT2Model`.
+        state_dict: The state dict of the model with a head. A model with tied embeddings also takes
+            that of a model without, such as `GPT2Model`.
 
     Returns:
         The model.

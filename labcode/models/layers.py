@@ -170,11 +170,12 @@ class MLP(nn.Module):
 
 
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """What stands between the two products of an `MLP`: [.., F], or [.., 2F] for "swiglu", to
-    [.., F].
+    """The function between the two products of an `MLP`, [.., F] to [.., F].
+
+    For "swiglu" its input is [.., 2F], the gate and then up.
     """
     if kind == "swiglu":
-        gate, up = x.chunk(2, dim=-1)
+        gate, up = x.chunk(2, dim=-1)  # [.., 2F] -> two of [.., F]
         return F.silu(gate) * up
     return F.gelu(x, approximate="tanh" if kind == "gelu" else "none")
 
@@ -247,15 +248,14 @@ class Rotary(nn.Module):
 
         Args:
             positions: [S] integers.
-            dtype: That of the activations.
+            dtype: The dtype of the activations.
 
         Returns:
             cos and sin, each [S, D/2], float32 or wider.
         """
         # Made in float64: at position 100 000 a float32 angle is already off by 0.008.
-        features = torch.arange(
-            0, self.head_size, 2, device=positions.device, dtype=torch.float64
-        )  # [D/2]
+        device = positions.device
+        features = torch.arange(0, self.head_size, 2, device=device, dtype=torch.float64)  # [D/2]
         frequencies = self.base ** -(features / self.head_size)
         angles = positions.to(torch.float64)[:, None] * frequencies  # [S, D/2]
         wide = torch.promote_types(dtype, torch.float32)
@@ -282,12 +282,12 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 def freeze(model: nn.Module, names: Sequence[str] | None) -> None:
-    """Let some weights of a whole model be as they are; a tied weight is one under both its names.
+    """Freeze some weights of a whole model; a tied weight is one weight under both its names.
 
     Args:
-        model: Before it is put on a grid, whose layers keep what is frozen so.
-        names: Of weights or modules; a * stands for any part of a name, as in `blocks.*.mlp`; None:
-            none.
+        model: The model before it is put on a grid, whose layers keep frozen what is frozen.
+        names: Names of weights or modules; a * stands for any part of a name, as in `blocks.*.mlp`;
+            None: none.
 
     Raises:
         ValueError: A name is that of no weight, or nothing is left to train.
@@ -326,7 +326,7 @@ def initial_value(
     Args:
         name: Dotted name in the whole model, such as `blocks.3.mlp.down.weight`.
         shape: Shape of the whole parameter.
-        config: That of the whole model.
+        config: The config of the whole model.
         seed: None draws from torch's global generator instead.
 
     Source: Radford et al. 2019 (GPT-2), section 2.3.
@@ -351,7 +351,7 @@ def _generator_of(name: str, seed: int | None) -> torch.Generator | None:
     """A generator for one parameter; None, which is torch's global one, without a seed."""
     if seed is None:
         return None
-    # Not hash(): Python salts it anew in every process, and the ranks would disagree.
+    # Not hash(): Python salts it differently in every process, and the ranks would disagree.
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     # 63 bits: manual_seed does not take all of 64
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -359,7 +359,7 @@ def _generator_of(name: str, seed: int | None) -> torch.Generator | None:
 
 @torch.no_grad()
 def initialize(model: Model, seed: int | None = None) -> Model:
-    """Draw every parameter of a GPT or ViT anew (`initial_value`), in place, and return the model.
+    """Draw every parameter of a GPT or ViT (`initial_value`), in place, and return the model.
 
     Costs about 40 ns per parameter: 4 s for 100 million. Tied weights are drawn once, under their
     first name.

@@ -69,8 +69,8 @@ class Router(nn.Module):
         scoring: One of `SCORINGS`.
         balance: Weight of the balance loss of each sequence; 0: none.
         z_loss: Weight of the mean of logsumexp(logits)^2, which keeps logits small; 0: none.
-        bias_rate: By how much each step moves the bias of an expert that gets too many or too few
-            tokens; 0: none.
+        bias_rate: The step by which the bias of an expert moves that gets too many or too few
+            tokens; 0: no biases.
 
     Attributes:
         bias: [E], added to the scores for the choice alone, not for the weights; None without
@@ -80,8 +80,8 @@ class Router(nn.Module):
             it was last zeroed.
         sum_counts: What adds up [B, E] counts over the ranks that hold other tokens of the same
             sequences; alone there are none.
-        loss_scale: By which the losses of this router are multiplied in backward: what the mean
-            loss of a micro-batch counts in that of a step.
+        loss_scale: Factor of this router's losses in backward: the weight of a micro-batch's mean
+            loss in that of a step.
 
     Source: Fedus et al. 2021 (arXiv:2101.03961), eq. 1 and 4 to 6; Jiang et al. 2024
         (arXiv:2401.04088), section 2.1; Zoph et al. 2022 (arXiv:2202.08906), eq. 5, for the
@@ -128,15 +128,15 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor) -> Routing:
         """[B, S, H] -> the routing of its tokens.
 
-        While gradients are wanted, the losses of this router hang on the weights: their gradients
+        If gradients are on, the losses of this router are attached to the weights: their gradients
         flow when those of the weights do.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.to(wide), self.weight.to(wide))  # [B, S, E]
             scores = logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
-            wanted = scores if self.bias is None else scores + self.bias.to(wide)
-            experts = wanted.topk(self.top_k, -1).indices
+            preference = scores if self.bias is None else scores + self.bias.to(wide)
+            experts = preference.topk(self.top_k, -1).indices
             weights = scores.gather(-1, experts)  # [B, S, k]
             if self.scoring != "softmax":
                 weights = weights / weights.sum(-1, keepdim=True)
@@ -168,7 +168,7 @@ class Router(nn.Module):
         scores: torch.Tensor,
         experts: torch.Tensor,
     ) -> torch.Tensor:
-        """The weights, on which the losses of this router hang.
+        """The weights, with the losses of this router attached to them.
 
         The balance loss of a sequence is E sum_e f_e P_e: f_e the fraction of its rows that go to
         expert e, P_e the mean over its tokens of the score of e divided by the sum of all scores.
@@ -180,22 +180,24 @@ class Router(nn.Module):
         rows = all_counts.sum(-1)  # [B]: S*k of the whole sequence
         loss = logits.new_zeros(())
         if self.balance:
-            fraction = all_counts / rows[:, None]  # f
+            fraction = all_counts / rows[:, None]  # f, [B, E]
+            # P, [B, E]: this rank's tokens summed, divided by the S of the whole sequence, rows / k
             mean_score = (scores / scores.sum(-1, keepdim=True)).sum(1) * self.top_k / rows[:, None]
             per_sequence = self.num_experts * (fraction * mean_score).sum(-1)
             loss = loss + self.balance * per_sequence.mean()
         if self.z_loss:
             squares = logits.logsumexp(-1).square().sum(1) * self.top_k / rows  # [B]
             loss = loss + self.z_loss * squares.mean()
-        return _Hung.apply(weights, loss, self, own.sum(0))
+        return _AttachLoss.apply(weights, loss, self, own.sum(0))
 
 
-class _Hung(torch.autograd.Function):
+class _AttachLoss(torch.autograd.Function):
     """A tensor, with a loss that gets its gradient when the tensor gets one.
 
     A loss that is added at the end of the model would have to travel there: through all layers, and
-    in a pipeline through all stages. The rows are counted here too, in backward, which runs once
-    where activation checkpointing runs forward twice.
+    in a pipeline through all stages. Megatron-LM does the same (`MoEAuxLossAutoScaler`). The rows
+    are counted here too, in backward, which runs once where activation checkpointing runs forward
+    twice.
     """
 
     @staticmethod
@@ -211,6 +213,8 @@ class _Hung(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         load = ctx.router.load
         ctx.router.load = ctx.counts if load is None else load + ctx.counts
+        # The gradient of a loss with respect to itself is 1, times its weight in the step. It does
+        # not depend on `grad`, which only says that backward has come here.
         return grad, ctx.like_loss * ctx.router.loss_scale, None, None
 
 
@@ -246,7 +250,8 @@ def dispatch(experts: torch.Tensor, num_experts: int, capacity_factor: float = 0
 
     Source: Lepikhin et al. 2020 (arXiv:2006.16668), algorithm 1, whose groups are sequences here.
     """
-    flat = experts.flatten()  # [T*k]
+    flat = experts.flatten()  # [B, S, k] -> [T*k]
+    # Stable: within an expert the rows stay in the order of the tokens, the same at every run.
     order = flat.argsort(stable=True)
     if capacity_factor:
         order = order[_has_room(experts, num_experts, capacity_factor).flatten()[order]]
@@ -265,7 +270,7 @@ def _has_room(experts: torch.Tensor, num_experts: int, factor: float) -> torch.T
     chosen = F.one_hot(in_order, num_experts)  # [B, k*S, E]
     place = chosen.cumsum(1).gather(2, in_order[..., None]).squeeze(2) - 1  # [B, k*S]
     has_room = place < capacity(length, num_experts, top_k, factor)
-    return has_room.view(batch, top_k, length).transpose(1, 2)
+    return has_room.view(batch, top_k, length).transpose(1, 2)  # [B, k*S] -> [B, k, S] -> [B, S, k]
 
 
 def combine(rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -296,8 +301,8 @@ class Experts(nn.Module):
         hidden_size: H
         ffn_size: F, of one expert.
         num_experts: E
-        kind: As of `layers.MLP`.
-        capacity_factor: As of `dispatch`.
+        kind: See `layers.MLP`.
+        capacity_factor: See `dispatch`.
 
     Attributes:
         up: [E, F, H], or [E, 2F, H] with the gate above it for "swiglu".
@@ -337,7 +342,8 @@ class Experts(nn.Module):
         """[B, S, H] -> [B, S, H]."""
         x, weights, experts = self.enter(x, *routing)
         order, counts = dispatch(experts, self.num_experts, self.capacity_factor)
-        rows = x.flatten(0, 1)[order // experts.shape[-1]]  # [R, H]
+        # [B, S, H] -> [T, H] -> [R, H]: a token stands there once for each of its experts
+        rows = x.flatten(0, 1)[order // experts.shape[-1]]
         done = self.travel(rows, counts, self.mlps)
         return self.leave(combine(done, order, weights))
 
@@ -351,6 +357,8 @@ class Experts(nn.Module):
         Returns:
             [R, H]
         """
+        # A loop over experts, each a product of its own size: easy to read, and on a GPU E small
+        # kernels where a grouped product is one. tolist() waits for the GPU.
         done = []
         for number, own in enumerate(rows.split(counts.tolist())):
             inside = activation(F.linear(own, self.up[number]), self.kind)
@@ -376,10 +384,10 @@ class MoE(nn.Module):
         ffn_size: F, of one expert.
         num_experts: E
         top_k: k
-        shared_ffn_size: Of the MLP that all tokens use; 0: there is none.
-        kind: As of `layers.MLP`.
-        capacity_factor: As of `dispatch`.
-        scoring, balance, z_loss, bias_rate: As of `Router`.
+        shared_ffn_size: Features inside the MLP that all tokens use; 0: there is none.
+        kind: See `layers.MLP`.
+        capacity_factor: See `dispatch`.
+        scoring, balance, z_loss, bias_rate: See `Router`.
     """
 
     def __init__(

@@ -81,11 +81,13 @@ def parallelize(
         parallel: What happens along the axes. With pp the gradients are always averaged by our own
             DataParallel, because stages run backward several times before that; with ep too,
             because DDP has one group for all weights.
-        seed: Of a meta model's weights and of dropout; the generator of this process is seeded by
-            it. None leaves it alone.
-        device, dtype: Of a meta model's weights; None: the CPU, and the dtype it was built in.
-        autocast_dtype: In which the matrix products are computed; None: that of the weights.
-        reduce_dtype: In which gradients are summed over dp and cp; None: that of the weights.
+        seed: The seed of a meta model's weights and of dropout; the generator of this process is
+            seeded by it. None leaves it alone.
+        device, dtype: Where a meta model's weights are made, and in which dtype; None: the CPU, and
+            the dtype it was built in.
+        autocast_dtype: The dtype of the matrix products; None: that of the weights.
+        reduce_dtype: The dtype in which gradients are summed over dp and cp; None: that of the
+            weights.
         powersgd: How PyTorch's DDP compresses gradients, on a grid of dp alone; None: not at all.
         trains_alone: Average no gradients over dp; `parallel.local` averages weights instead.
         compiled: What torch.compile compiles: "none", each "block", or the whole "model"; on a grid
@@ -115,6 +117,9 @@ def parallelize(
     if compiled == "block":
         plan = _with_compiled_blocks(plan, compiler)
     plan = _with_dropout_and_checkpointing(plan, grid, parallel, seed, device)
+    # Noted while the model is whole. From here on the order matters: stages go first, so that no
+    # entry draws or cuts a layer that is not here; FP8 exchanges the layers that the entries have
+    # made; shardings describe the result.
     weights = full_weights(model, plan.stages, grid.size("pp"))
 
     keep_own_stages(model, plan.stages, grid.coord("pp"), grid.size("pp"))
@@ -125,12 +130,13 @@ def parallelize(
         fp8.convert(model)
     shardings = _describe_parameters(model, plan, weights, grid)
     draw = _Draw(model, shardings, grid, seed, plan.tied, device, dtype)
-    if on_meta and _keeps_no_weight_whole(parallel):
+    if on_meta and _is_our_zero_3(parallel):
         of_experts = _groups_of_experts(model, grid, shardings)
         replica = _draw_rows_of_each(model, grid, parallel, draw, reduce_dtype, of_experts)
     else:
         if on_meta:
-            # no rank waits in the broadcasts below for one that has not enough memory
+            # Agreed on, so that no rank waits in the broadcasts below for one that has run out of
+            # memory.
             on_every_rank(draw.all)
         broadcast_parameters(dict(model.named_parameters()), shardings, grid)
         if trains_alone:
@@ -140,7 +146,7 @@ def parallelize(
     if compiled == "model":
         with_compiled_forward(model, compiler)
     if seed is not None:
-        # the same on tp, where the same activations are
+        # not by tp, whose ranks hold the same activations and must drop the same ones
         torch.manual_seed(_seed_at(seed, grid, "dp", "pp", "cp"))
     _describe_shards(shardings, replica, parallel)
     return ParallelModel(
@@ -216,6 +222,7 @@ def _describe_parameters(
     shardings = {}
     for name, _ in model.named_parameters():
         owner, _, kind = name.rpartition(".")
+        # A sharded layer says itself how it cuts its weights; experts name the axes as well.
         cut = getattr(model.get_submodule(owner), "shards", {}).get(kind, {})
         shards = {"tp": cut} if isinstance(cut, Shard) else cut
         shardings[name] = ParamSharding(
@@ -262,6 +269,8 @@ class _Draw:
                 "a model on the meta device has no values: give the seed from which to draw them"
             )
         config = cast(GPTConfig | ViTConfig, self._model.config)
+        # The whole weight, on the CPU, of which this rank keeps its part: every rank draws the same
+        # numbers, whatever the grid. This costs each rank the drawing of p parts.
         drawn_as = name
         if name in self._tied:
             drawn_as = self._tied[0]  # tied weights have the values of the first
@@ -269,7 +278,8 @@ class _Draw:
         return self._shardings[name].own(whole, self._grid).to(self._device, self._dtype)
 
 
-def _keeps_no_weight_whole(parallel: ParallelConfig) -> bool:
+def _is_our_zero_3(parallel: ParallelConfig) -> bool:
+    """Whether weights are divided by `FullyShardedModule`, which can draw them one at a time."""
     return parallel.zero_stage == 3 and parallel.data_parallel == "labcode"
 
 
@@ -326,12 +336,13 @@ def _replicate(
     ranks of ep already, and is summed over the others of dp; it is divided by all of dp as well.
     """
     of_experts = _groups_of_experts(model, grid, shardings)
-    if parallel.zero_stage and not _is_torchs_zero_1(parallel):
+    if parallel.zero_stage and not _is_zero_redundancy_optimizer(parallel):
         return _shard_over_dp(model, grid, parallel, reduce_dtype, of_experts)
+    # Summed over dp * cp ranks and divided by dp: ranks of cp add parts of one sample's gradient.
     group = grid.group("dp", "cp")
     num_shares = grid.size("dp")
-    by_torch = parallel.data_parallel == "ddp" and grid.size("pp") == 1
-    if by_torch and grid.size("ep") == 1:
+    uses_ddp = parallel.data_parallel == "ddp" and grid.size("pp") == 1
+    if uses_ddp and grid.size("ep") == 1:
         return TorchDataParallel(
             model, group, parallel.bucket_mb, num_shares, reduce_dtype, powersgd
         )
@@ -355,8 +366,11 @@ def _is_plain_ddp(grid: Grid, parallel: ParallelConfig) -> bool:
     return is_ddp and grid.size("pp", "cp", "tp") == 1
 
 
-def _is_torchs_zero_1(parallel: ParallelConfig) -> bool:
-    """ZeroRedundancyOptimizer is an optimizer (`train.optim`): gradients stay whole, as in DDP."""
+def _is_zero_redundancy_optimizer(parallel: ParallelConfig) -> bool:
+    """Whether ZeRO-1 is PyTorch's ZeroRedundancyOptimizer.
+
+    That is an optimizer (`train.optim`): gradients stay whole, as in DDP.
+    """
     return parallel.zero_stage == 1 and parallel.data_parallel == "ddp"
 
 
@@ -417,6 +431,7 @@ def _describe_shards(
     shardings: dict[str, ParamSharding], replica: Replica, parallel: ParallelConfig
 ) -> None:
     """Note which weights are cut over dp as well, within the parts that tp makes."""
+    # Behind the cut of tp in the dict, since ZeRO cuts what tp has left (`ParamSharding.shards`).
     copies = None if parallel.zero_replicas == 1 else (parallel.zero_replicas,)
     over_dp = Shard(0, copies=copies, apart=True, in_chunks=True)
     for name in replica.shards:

@@ -40,6 +40,8 @@ class SequenceParts:
 
     def over_both(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's part over cp, and of that its part over tp under sequence parallelism."""
+        # tp cuts the tokens that are here in a row, whatever order cp has left them in: they are
+        # gathered again before attention, which alone looks at positions.
         own = self.over_cp(x, dim)
         if not self.sequence_parallel:
             return own
@@ -47,6 +49,7 @@ class SequenceParts:
 
     def joined(self, x: torch.Tensor) -> torch.Tensor:
         """The whole sequence from all parts; for a contiguous layout, replicated afterwards."""
+        # The inner cut first. gather_from and not all_gather: all ranks compute the same with it.
         if self.sequence_parallel:
             x = gather_from(x, self.grid.group("tp"), SEQUENCE_DIM)
         return gather_from(x, self.grid.group("cp"), SEQUENCE_DIM)
@@ -126,7 +129,7 @@ def block_entries(
         how = f"{heads.copies[1]} ranks share a key/value head"
         entries.append(PlanEntry("blocks.*.attention", how, around_the_heads))
     if grid.size("cp") > 1:
-        # alone it would copy keys and values for nobody, and know no dropout
+        # With one rank it would copy keys and values for nothing, and the ring refuses dropout.
         how = f"{parallel.context_attention} over cp, {layout}"
         entries.append(PlanEntry("blocks.*.attention.core", how, context_attention))
     return tuple(entries)
@@ -159,6 +162,7 @@ class HeadParts:
         if kv_heads >= tp:
             return cls(sections, None, config.num_heads // kv_heads)
         shared_by = tp // kv_heads
+        # Rows of q are on one rank each, those of k and v on `shared_by` neighbours.
         return cls(sections, (1, shared_by, shared_by), config.num_heads // tp)
 
 

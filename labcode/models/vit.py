@@ -55,7 +55,7 @@ class ViT(nn.Module):
 
         Args:
             state: [B, C+F, Y, X], normalised; the forcings come last.
-            x, layers: As those of `GPT`.
+            x, layers: See `GPT.forward`.
 
         Returns:
             [B, C, Y, X]; [B, S, H] if the last layer is not among `layers`.
@@ -69,6 +69,7 @@ class ViT(nn.Module):
         layers = layers or range(config.num_layers)
         if layers.start == 0:
             patches = patchify(state, config.patch_size)  # [B, S, (C+F)*P*P]
+            # looked up by number, not added as a whole, so that cp can cut the numbers
             positions = torch.arange(patches.shape[1], device=patches.device)
             x = self.dropout(self.embed(patches) + self.positions(positions))  # [B, S, H]
         assert x is not None, f"layers {layers} need the output of the layer before them"
@@ -77,6 +78,7 @@ class ViT(nn.Module):
             hidden = self.blocks[number](hidden)
         if layers.stop < config.num_layers:
             return hidden
+        # A later stage of a pipeline has `state` too, since it is the input of the micro-batch.
         patches = self.head(self.norm(hidden))  # [B, S, C*P*P]
         change = unpatchify(patches, variables, lat, lon, config.patch_size)
         return state[:, :variables] + change
@@ -112,6 +114,7 @@ def patchify(state: torch.Tensor, patch_size: int) -> torch.Tensor:
     columns = lon // p
     patches = state.reshape(batch, variables, rows, p, columns, p)  # [B, C, Y/P, P, X/P, P]
     patches = patches.permute(0, 2, 4, 1, 3, 5)  # [B, Y/P, X/P, C, P, P]
+    # [B, S, C*P*P], a copy: a patch lies in P separate pieces of each of C fields
     return patches.reshape(batch, rows * columns, variables * p * p)
 
 
@@ -125,7 +128,7 @@ def unpatchify(
     p = patch_size
     state = patches.reshape(-1, lat // p, lon // p, variables, p, p)  # [B, Y/P, X/P, C, P, P]
     state = state.permute(0, 3, 1, 4, 2, 5)  # [B, C, Y/P, P, X/P, P]
-    return state.reshape(-1, variables, lat, lon)
+    return state.reshape(-1, variables, lat, lon)  # [B, C, Y, X]
 
 
 def latitude_weights(latitudes: "torch.Tensor | np.ndarray | Sequence[float]") -> torch.Tensor:
@@ -159,8 +162,8 @@ def loss(
 
     Args:
         prediction: [B, C, Y, X]
-        target: The same; or [B, C+1, Y, X], in which each sample brings the weights of its own rows
-            along as a last field, as crops do, which lie anywhere.
+        target: [B, C, Y, X]; or [B, C+1, Y, X], in which each sample brings the weights of its own
+            rows along as a last field, as crops do, which lie anywhere.
         weights: [Y] from `latitude_weights`, on the same device; None: all rows count the same.
 
     Source: Rasp et al. 2020 (WeatherBench, arXiv:2002.00469), eq. 1, without the root.

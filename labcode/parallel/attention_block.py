@@ -68,6 +68,7 @@ def own_chunks(length: int, group_size: int, index: int, layout: str) -> list[ra
     if layout not in LAYOUTS:
         raise ValueError(f"layout {layout!r} does not exist: choose one of {', '.join(LAYOUTS)}")
     chunks_per_rank, chunks_of = LAYOUTS[layout]
+    # `longer` chunks have base + 1 tokens, and those come first
     base, longer = divmod(length, chunks_per_rank * group_size)
     runs = []
     for chunk in chunks_of(index, group_size):
@@ -89,8 +90,8 @@ class Block(NamedTuple):
     Every one of these queries sees every one of these keys, unless the block is causal.
 
     Args:
-        queries: Which of the rank's own queries.
-        keys: Which of the source's keys.
+        queries: A slice of the rank's own queries.
+        keys: A slice of the source's keys.
         causal: Query i sees keys 0..i only; this is the block of a rank's own keys.
     """
 
@@ -116,10 +117,16 @@ def visible_block(
     if not mine or not theirs:
         return None  # more ranks than tokens
     if rank == source or not causal:
+        # Own queries over own keys. Under zigzag these are two runs with a gap between them, and a
+        # plain triangle over both is still right: it asks only which token comes first.
         return Block(slice(0, None), slice(count_tokens(theirs)), causal)
 
-    # Chunks never overlap, so a query sees either a whole chunk or nothing of it. What is left of
-    # my chunks are the last ones, and of theirs the first ones: each is one slice.
+    # Chunks never overlap, so a query sees either a whole chunk or nothing of it. Of my chunks the
+    # last ones see anything, of theirs the first ones are seen, so that each is one slice. For p =
+    # 4, rank 2 has the chunks 2 and 5:
+    #
+    #     source 1, chunks 1 and 6    all queries over the keys of 1
+    #     source 3, chunks 3 and 4    the queries of 5 over all keys
     seeing = [run for run in mine if run.start >= theirs[0].stop]
     seen = [run for run in theirs if run.stop <= mine[-1].start]
     if not seeing or not seen:
@@ -163,9 +170,10 @@ def merge(out: torch.Tensor, lse: torch.Tensor, out_b: torch.Tensor, lse_b: torc
     Source: Milakov and Gimelshein 2018 (arXiv:1805.02867), section 3.1, for the merging of partial
         sums.
     """
-    # exp(lse_b - lse') is this sigmoid, in which neither exponential can overflow
+    # exp(lse_b - lse') = exp(lse_b) / (exp(lse) + exp(lse_b)) is this sigmoid, in which neither
+    # exponential can overflow. With lse = -inf it is 1, and out becomes out_b exactly.
     share = torch.sigmoid(lse_b - lse)
-    out.lerp_(out_b.to(out.dtype), share[..., None])
+    out.lerp_(out_b.to(out.dtype), share[..., None])  # [B, N, Q, 1] beside [B, N, Q, D]
     torch.logaddexp(lse, lse_b, out=lse)
 
 
@@ -178,6 +186,8 @@ def _plain_scores(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tenso
     Query head n reads key head n // (N/K), so the query heads of one group are neighbours.
     """
     q = q.unflatten(1, (k.shape[1], -1))  # [B, N, Q, D] -> [B, K, N/K, Q, D]
+    # k[:, :, None] is [B, K, 1, S, D]: the product repeats it for the N/K query heads of a group,
+    # without a copy
     scores = q @ k[:, :, None].mT / math.sqrt(q.shape[-1])
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -192,6 +202,7 @@ def _plain_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bo
     scores = _plain_scores(q.to(wide), k.to(wide), causal)
     lse = scores.logsumexp(-1, keepdim=True)  # [B, K, N/K, Q, 1]
     out = (scores - lse).exp() @ v[:, :, None]  # [B, K, N/K, Q, D]
+    # [B, K, N/K, Q, D] -> [B, N, Q, D] and [B, K, N/K, Q, 1] -> [B, N, Q]
     return out.flatten(1, 2).to(dtype), lse.squeeze(-1).flatten(1, 2)
 
 
@@ -207,14 +218,16 @@ def _plain_backward(
     dtype = q.dtype
     dout, q, k, v, out = (x.to(wide_dtype(dtype)) for x in (dout, q, k, v, out))
     groups = (k.shape[1], -1)
-    scores = _plain_scores(q, k, causal)
+    scores = _plain_scores(q, k, causal)  # [B, K, N/K, Q, S], computed a second time
     p = (scores - lse.unflatten(1, groups)[..., None]).exp()  # [B, K, N/K, Q, S]
+    # sum over S of P * dP, for the whole row of keys, from `out` alone. So it is right for a block
+    # of a longer row as well, whose other keys are not here.
     delta = (dout * out).sum(-1, keepdim=True).unflatten(1, groups)  # [B, K, N/K, Q, 1]
     dout = dout.unflatten(1, groups)  # [B, K, N/K, Q, D]
     q = q.unflatten(1, groups)  # [B, K, N/K, Q, D]
     ds = p * (dout @ v[:, :, None].mT - delta) / math.sqrt(q.shape[-1])
-    dq = (ds @ k[:, :, None]).flatten(1, 2)
-    # a key head collects from all query heads that read it
+    dq = (ds @ k[:, :, None]).flatten(1, 2)  # [B, K, N/K, Q, D] -> [B, N, Q, D]
+    # a key head collects from all query heads that read it: [B, K, N/K, S, D] -> [B, K, S, D]
     dk = (ds.mT @ q).sum(2)
     dv = (p.mT @ dout).sum(2)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
@@ -368,6 +381,7 @@ def fastest_kernel(q: torch.Tensor, k: torch.Tensor) -> Kernel:
 
 @lru_cache
 def _fastest(device: str, dtype: torch.dtype, head_size: int, grouped: bool) -> Kernel:
+    # The examples have two query heads, so one key/value head makes them grouped.
     kv_heads = 1 if grouped else 2
     for kernel in FUSED.get(device, ()):
         if _agrees(kernel, device, dtype, head_size, kv_heads):
@@ -408,7 +422,7 @@ def _forward_backward(
     v: torch.Tensor,
     causal: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """out, lse, dq, dk, dv."""
+    """Both directions of a kernel: out, lse, dq, dk, dv."""
     out, lse = kernel.forward(q, k, v, causal)
     return (out, lse, *kernel.backward(dout, q, k, v, out, lse, causal))
 

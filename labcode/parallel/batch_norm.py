@@ -56,7 +56,7 @@ class _WholeBatchNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         x_hat, weight, scale, total = ctx.saved_tensors
         grad = grad.to(x_hat.dtype)
-        # of this rank's samples: data parallelism adds them up, as it does for every weight
+        # Those of this rank's samples: data parallelism sums them, as it does for every weight.
         grad_bias = grad.sum(_all_but_channels(grad))
         grad_weight = (grad * x_hat).sum(_all_but_channels(grad))
         sums = torch.stack([grad_bias, grad_weight])  # [2, C]
@@ -77,6 +77,7 @@ def _of_all_ranks(
 
     Communicates: an all-gather of 2 C + 1 numbers.
     """
+    # The counts travel too, because the shares of the ranks may differ in size.
     dims = _all_but_channels(x)
     own_mean = x.sum(dims) / max(count, 1)  # a rank may have no sample at all
     squares = (x - _wide(own_mean, x)).square().sum(dims)
@@ -113,7 +114,7 @@ class WholeBatchNorm(_BatchNorm):
 
     Args:
         group: The ranks whose samples make the batch.
-        num_features, others: As those of `nn.BatchNorm1d`.
+        num_features, others: See `nn.BatchNorm1d`.
 
     Raises:
         ValueError: In training, on every rank: all of them together have a single value of a
@@ -205,7 +206,7 @@ def _converted(plain: _BatchNorm, group: dist.ProcessGroup) -> WholeBatchNorm:
         affine=plain.affine,
         track_running_stats=plain.track_running_stats,
     )
-    # the same tensors, so that an optimizer that knows them goes on
+    # the same tensors, so that an optimizer that was made of them still trains them
     made.weight = plain.weight
     made.bias = plain.bias
     for name, buffer in plain.named_buffers():

@@ -2,8 +2,8 @@
 
 A part need not be one block: of a fused q | k | v a rank of tp has some rows of each third, and if
 dp cuts these rows once more, its share may end in the middle of one. A checkpoint stores each box
-under its place in the whole weight, and whoever reads it takes from the boxes of others what its
-own need. So a run can be resumed on a grid that cuts every weight in another way.
+under its place in the whole weight, and a rank that reads it takes what it needs from the boxes of
+other ranks. So a run can be resumed on a grid that cuts every weight in another way.
 
     whole of 6 rows, sections q | k | v of 2, tp = 2, this rank is the second:
 
@@ -96,7 +96,7 @@ def _indices(sharding: ParamSharding, dim: int, place: Place) -> torch.Tensor:
 
 
 def _runs(indices: torch.Tensor) -> list[Run]:
-    """Neighbours that follow each other, put together."""
+    """Indices that follow each other, joined to runs: 1 2 3 7 8 -> (1, length 3), (7, length 2)."""
     if len(indices) == 0:
         return []
     breaks = (indices.diff() != 1).nonzero().flatten() + 1

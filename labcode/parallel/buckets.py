@@ -6,7 +6,7 @@
 The flat tensor stays from step to step, and each `.grad` is a view into it, as with
 `gradient_as_bucket_view` of PyTorch's DDP. So gradients and messages together need the memory of
 the gradients once. Autograd does not know of that: where `.grad` is None it puts a tensor of its
-own there, which is copied into the view and let go of, one parameter at a time.
+own there, which is copied into the view and freed, one parameter at a time.
 
 Source: Li et al. 2020 (arXiv:2006.15704), section 3.2.3.
 """
@@ -25,7 +25,8 @@ class Bucket:
         params: The parameters.
 
     Attributes:
-        flat: Memory of all their gradients, [numbers of all parameters]; taken with the first one.
+        flat: Memory of all their gradients, [numbers of all parameters]; allocated with the first
+            gradient.
         views: {parameter: its part of `flat`, in its shape}.
         missing: Parameters whose gradient is not ready yet.
         work: The all-reduce under way; None before it is sent.
@@ -48,7 +49,8 @@ class Bucket:
     def adopt(self, param: nn.Parameter) -> None:
         """Move a gradient into the bucket: from here on `.grad` is a view.
 
-        Whoever has replaced `.grad`, autograd or the user, is right: its value is copied.
+        A `.grad` that is another tensor is newer, put there by autograd or by the user: its values
+        are copied.
         """
         view = self._view_of(param)
         if param.grad is not None and param.grad is not view:
@@ -59,9 +61,16 @@ class Bucket:
     def send(
         self, group: dist.ProcessGroup, num_shares: int, dtype: torch.dtype | None = None
     ) -> None:
-        """Start the all-reduce without waiting for it; dtype: of the message."""
+        """Start the all-reduce without waiting for it.
+
+        Args:
+            group: The ranks that hold copies of the parameters.
+            num_shares: The divisor of the sum.
+            dtype: The dtype of the message; None: that of the gradients.
+        """
         for param in self.params:
             if param.grad is None:
+                # No gradient in this backward: zeros, because another rank may have one.
                 self._view_of(param).zero_()
             else:
                 self.adopt(param)
@@ -78,6 +87,8 @@ class Bucket:
         """
         assert self.work is not None and self.message is not None, "send() comes first"
         self.work.wait()
+        # With a dtype of its own the message is a second tensor: memory for half of the gradients
+        # more, if it has 16 bits. `.to` of the same dtype returns the tensor itself.
         if self.message is not self.flat:
             self.flat.copy_(self.message)
         for param in self.params:
@@ -100,8 +111,8 @@ def make_buckets(
     """Parameters that need a gradient, last layer first, since backward finishes it first.
 
     Args:
-        module: Whose parameters they are; tied weights are one.
-        bucket_mb, first_bucket_mb: As those of `cut_into_buckets`.
+        module: The module that has the parameters; tied weights are one.
+        bucket_mb, first_bucket_mb: See `cut_into_buckets`.
     """
     cut = cut_into_buckets(trained_last_first(module), bucket_mb, first_bucket_mb)
     return [Bucket(params) for params in cut]
@@ -125,11 +136,12 @@ def cut_into_buckets(
     A bucket holds one dtype on one device, and at least one parameter, however large.
 
     Args:
-        params: In that order.
+        params: The parameters, in that order.
         bucket_mb: Size at which a bucket is full, in MB (1e6 bytes).
-        first_bucket_mb: The same of the first one, if that is less: a small one leaves early.
-        groups: Of parameters that are summed over another group than the rest; a bucket holds those
-            of one group.
+        first_bucket_mb: Size at which the first bucket is full, if that is less. A small one leaves
+            early, so that the link is busy while backward goes through the other layers.
+        groups: {parameter: its group}, for parameters that are summed over another group than the
+            rest; a bucket holds those of one group.
     """
     groups = groups or {}
     if first_bucket_mb is None:
@@ -148,7 +160,7 @@ def cut_into_buckets(
         )
         if not fits:
             if buckets:
-                limit_bytes = 1e6 * bucket_mb
+                limit_bytes = 1e6 * bucket_mb  # the first one is closed
             buckets.append([])
             filled_bytes = 0
         buckets[-1].append(param)
@@ -171,8 +183,10 @@ def make_copies_equal(
         module: The same module on every rank.
         group: The ranks over which it is divided.
         replicas: More groups that hold copies.
-        groups: {parameter: what it has in place of `group`}.
+        groups: {parameter: its group, in place of `group`}.
     """
+    # One message for each tensor. A flat one (`broadcast_together`) would take a second copy of the
+    # model, to save some latency once in a run.
     for param in module.parameters():
         _broadcast(param, (groups.get(param, group), *replicas))
     for buffer in module.buffers():
@@ -180,6 +194,7 @@ def make_copies_equal(
 
 
 def _broadcast(tensor: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
+    # Group after group: the first rank of the later group has its value from the earlier one.
     for copies in groups:
         dist.broadcast(tensor, src=dist.get_global_rank(copies, 0), group=copies)
 
@@ -195,7 +210,7 @@ def broadcast_together(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup
     first = dist.get_global_rank(group, 0)
     with torch.no_grad():
         for alike in by_kind.values():
-            flat = torch.cat([tensor.flatten() for tensor in alike])
+            flat = torch.cat([tensor.flatten() for tensor in alike])  # [all their numbers]
             dist.broadcast(flat, src=first, group=group)
             sizes = [tensor.numel() for tensor in alike]
             for tensor, values in zip(alike, flat.split(sizes), strict=True):

@@ -9,8 +9,16 @@ other tokens. There are two ways:
              here, and merges the result into what it has
 
 Under a causal mask late queries see more keys than early ones. Of 2p chunks, rank r therefore takes
-chunks r and 2p-1-r ("zigzag"): one early, one late, and the same work for everybody. "contiguous"
-gives rank r the r-th of p chunks.
+chunks r and 2p-1-r ("zigzag"): one early, one late, and every rank has the same work. "contiguous"
+gives rank r the r-th of p chunks. For p = 2 and a sequence of 8 tokens:
+
+    tokens        0 1 | 2 3 | 4 5 | 6 7        scores that a rank computes under a causal mask
+    zigzag        r0    r1    r1    r0         18 on each rank
+    contiguous    r0    r0    r1    r1         10 on rank 0, 26 on rank 1
+
+The ring moves on when its slowest rank is done. With (S/p)^2 scores as one unit of time, a step
+costs 1/2 under zigzag, p/2 in all. Under "contiguous" the first step costs 1/2 and the others 1,
+because some rank always computes a whole block: p - 1/2 in all, nearly twice as long for a large p.
 
 Shapes: B samples, S tokens of the whole sequence, S/p those of this rank (parts may be uneven), N
 query heads, K key/value heads (K divides N), D features of a head. p is the size of the group, e
@@ -50,7 +58,8 @@ def take_own(x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str) -
     runs = own_chunks(x.shape[dim], dist.get_world_size(group), dist.get_rank(group), layout)
     if count_tokens(runs) == x.shape[dim]:
         return x
-    # Slices, not index_select: a GPU would have to wait for an index tensor made on the host.
+    # [.., S, ..] -> [.., S/p, ..], one or two runs joined: a copy. Slices, not index_select: a GPU
+    # would have to wait for an index tensor made on the host.
     return torch.cat([x.narrow(dim, run.start, len(run)) for run in runs], dim)
 
 
@@ -73,10 +82,10 @@ class _ContextAttention(nn.Module):
         self.group = group
         self.layout = layout
         self.length: int | None = None
-        own_chunks(0, 1, 0, layout)  # an unknown layout is refused here, where it enters
+        own_chunks(0, 1, 0, layout)  # raises for an unknown layout, before a forward would
 
     def _whole_length(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-        """S: that of `.length`, or else the sum of what the ranks hold.
+        """S, from `.length` if it is set, and else the sum of what the ranks hold.
 
         Communicates: nothing if `.length` is set; otherwise an all-gather of 8 bytes per rank.
         """
@@ -87,6 +96,8 @@ class _ContextAttention(nn.Module):
         assert tokens == k.shape[2], (
             f"{tokens} queries but {k.shape[2]} keys: both are one part of one sequence"
         )
+        # Wrong parts would not fail by themselves: the positions of the keys, and so the causal
+        # mask, are worked out from S and the layout, and never looked up in the data.
         if self.length is None:
             held = self._ask_all_ranks(tokens, q.device)
             length = sum(held.values())
@@ -102,7 +113,7 @@ class _ContextAttention(nn.Module):
         return length
 
     def _ask_all_ranks(self, tokens: int, device: torch.device) -> dict[int, int]:
-        """{rank: how many tokens it holds}. A GPU has to be waited for."""
+        """{rank: how many tokens it holds}. On a GPU this waits for all work that is queued."""
         own = torch.full((1,), tokens, dtype=torch.int64, device=device)
         found = [torch.zeros_like(own) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(found, own, group=self.group)
@@ -164,11 +175,16 @@ class GatherAttention(_ContextAttention):
         kv = torch.stack((k, v))  # [2, B, K, S/p, D]: one collective for both
         # equal parts, as a collective wants them: [2, B, K, longest, D]
         kv = F.pad(kv, (0, 0, 0, longest - k.shape[2]))
+        # Its backward is a reduce-scatter: every rank's queries have used the whole K and V, and a
+        # key's gradient is the sum over all of them.
         kv = collectives.all_gather(kv, self.group, 3)  # [2, B, K, p * longest, D]
         whole_k, whole_v = _in_order(kv, runs_of, longest).unbind(0)  # [B, K, S, D]
         if not self.causal:
             return self._attend(q, whole_k, whole_v)
 
+        # One call for each run of positions, two under zigzag. A single call over all own queries
+        # would need the keys up to the last of them, and compute scores for the early run that its
+        # mask then hides.
         own_runs = runs_of[dist.get_rank(self.group)]
         parts = []
         for run, queries in zip(own_runs, q.split([len(run) for run in own_runs], dim=2)):
@@ -178,10 +194,12 @@ class GatherAttention(_ContextAttention):
     def _attend_causally(
         self, run: range, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """Queries at the positions of `run`, over the keys up to its end.
+        """Attention of the queries at the positions of `run`, over the keys up to its end.
 
-        Scores of later keys are not even computed.
+        Scores of later keys are not computed.
         """
+        # A mask, not is_causal: PyTorch's flag aligns the triangle with the first key, as if the
+        # queries began at position 0. Its price is the mask, and a kernel that takes one.
         query_positions = torch.arange(run.start, run.stop, device=q.device)
         key_positions = torch.arange(0, run.stop, device=q.device)
         visible = key_positions <= query_positions[:, None]  # [len(run), run.stop]
@@ -345,7 +363,8 @@ class _Ring(torch.autograd.Function):
         wide = wide_dtype(q.dtype)
         batch, heads, tokens, head_size = q.shape
         # [B, N, S/p, D] in the memory order of [B, S/p, N, D]: the kernels write their output in
-        # this order, and the projection after attention reads it without a copy.
+        # this order, and the projection after attention reads it without a copy. It is wide because
+        # p blocks are added to it: in bfloat16 each merge would round once more.
         out = q.new_zeros((batch, tokens, heads, head_size), dtype=wide).transpose(1, 2)
         # No key has been seen yet: exp(-inf) = 0 is the sum over none of them.
         lse = q.new_full((batch, heads, tokens), -torch.inf, dtype=wide)  # [B, N, S/p]
@@ -358,8 +377,13 @@ class _Ring(torch.autograd.Function):
                 out_b, lse_b = plan.kernel.forward(
                     q[:, :, queries], k_here[:, :, keys], v_here[:, :, keys], causal
                 )
-                merge(out[:, :, queries], lse[:, :, queries], out_b, lse_b)  # views: in place
+                # The slices are views, so this changes out and lse. The own block comes first and
+                # gives each query at least one key, so an lse of -inf meets a finite lse_b and is
+                # never subtracted from another -inf, which would be NaN.
+                merge(out[:, :, queries], lse[:, :, queries], out_b, lse_b)
         out = out.to(q.dtype)
+        # Kept for backward: this rank's q, k, v, out and lse, O(S/p). The weights of attention are
+        # computed again from q, k and lse, as FlashAttention does.
         ctx.plan = plan
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -378,8 +402,9 @@ class _Ring(torch.autograd.Function):
             3      K(r-3)   sum(r-3), from rank r-1
             after  -        sum(r) from rank r-1, with the terms of all other ranks
 
-        A sum could also travel together with its K and V. One step behind, it has all the time of
-        the block to arrive: it is needed only when the block's own terms are added to it.
+        A sum could also travel together with its K and V. It would then have to wait for the terms
+        of the block that is being computed. One step behind, it has all the time of the block to
+        arrive: it is needed only when the block's own terms are added to it.
         """
         plan = ctx.plan
         q, k, v, out, lse = ctx.saved_tensors
@@ -389,11 +414,14 @@ class _Ring(torch.autograd.Function):
             # the features of a head as neighbours
             dout = dout.contiguous()
         dq = torch.zeros_like(q, dtype=wide)
-        own = None  # the sum of this rank's part
+        own = None  # sum(r), the sum of this rank's own part
         travelling = None  # the sum of the part that was here in the last step
         with torch.autocast(q.device.type, enabled=False):
             for source, kv_here in _travel(plan, torch.stack((k, v))):
-                # Start the messages first, so that they travel while the block is computed.
+                # Start the messages first, so that they travel while the block is computed. Two
+                # messages are then under way to the same neighbour, the next K and V and this sum.
+                # They carry no tag and match in the order in which they were posted, which is the
+                # same on all ranks: `_travel` posts before it yields.
                 works = []
                 sums = None  # [2, B, K, S/p, D], for the part that is here
                 if travelling is not None:
@@ -403,7 +431,7 @@ class _Ring(torch.autograd.Function):
                     dq[:, :, grads.block.queries] += grads.dq
                 _wait(works)
                 if sums is None:
-                    # Only now: zeros need no time to arrive, and memory is scarce beside a kernel.
+                    # Not earlier: zeros need not arrive, and the kernel above needs the memory.
                     sums = q.new_zeros(kv_here.shape, dtype=wide)
                 if grads is not None:
                     sums[0][:, :, grads.block.keys] += grads.dk
@@ -418,7 +446,7 @@ class _Ring(torch.autograd.Function):
                 works, home = _pass_on(plan, travelling, own.shape)
                 _wait(works)
                 own += home
-        dk, dv = own
+        dk, dv = own  # [2, B, K, S/p, D] -> two of [B, K, S/p, D]
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
@@ -440,7 +468,7 @@ def _block_grads(
     if block is None:
         return None
     queries, keys, causal = block
-    k_here, v_here = kv_here
+    k_here, v_here = kv_here  # [2, B, K, S/p, D] -> two of [B, K, S/p, D]
     dq, dk, dv = plan.kernel.backward(
         dout[:, :, queries],
         q[:, :, queries],
@@ -499,6 +527,7 @@ def _pass_on(
     operations = []
     if tensor.numel():
         next_rank = (plan.rank + 1) % plan.size
+        # group_peer counts within the ring; `peer` would be a global rank
         operations.append(dist.P2POp(dist.isend, tensor, group=plan.group, group_peer=next_rank))
     if arriving.numel():
         previous_rank = (plan.rank - 1) % plan.size

@@ -6,6 +6,10 @@ Gradients travel in buckets (`parallel.buckets`): one all-reduce of 25 MB is fas
 small ones, and a bucket can leave while backward still computes the layers below. PyTorch's
 DistributedDataParallel works in the same way.
 
+    step 1   buckets in the guessed order, last parameter first; hooks note the true order
+    step 2   the first rank's order is broadcast, and buckets are made again in it
+    step 3   and later: nothing changes, unless parameters are frozen, unfrozen or moved
+
 Source: Li et al. 2020 (arXiv:2006.15704), sections 3.2 and 4.2.
 """
 
@@ -41,7 +45,7 @@ class DataParallel(nn.Module):
     A parameter that takes no part in backward counts as a gradient of zero, since other ranks may
     have one; see `find_unused_parameters`. One that needs no gradient is left alone. Parameters may
     be frozen, unfrozen, or moved to another dtype or device between two steps, on all ranks alike:
-    the next forward makes the buckets anew.
+    the next forward makes the buckets again.
 
     Communicates: at construction a broadcast of parameters and buffers from the group's first rank;
         forward the buffers, once per step, if there are any; backward one all-reduce per bucket, in
@@ -54,18 +58,19 @@ class DataParallel(nn.Module):
         module: The same module on every rank.
         group: The ranks that hold copies of the module.
         bucket_mb: Size at which a bucket is full, in MB (1e6 bytes).
-        num_shares: Into how many shares the batch is cut: the sum over the group is divided by it.
-            None: as many as ranks. With context parallelism it is dp, in a group of dp and cp: the
-            ranks of cp each see a part of the tokens, so their gradients are summed.
-        reduce_dtype: In which gradients travel and are summed; None: in their own.
+        num_shares: The number of shares into which the batch is cut: the sum over the group is
+            divided by it. None: as many as ranks. With context parallelism it is dp, in a group of
+            dp and cp: the ranks of cp each see a part of the tokens, so their gradients are summed.
+        reduce_dtype: The dtype in which gradients travel and are summed; None: their own.
         first_bucket_mb: Size of the bucket that leaves first, if that is less.
         broadcast_buffers: Before the first forward of each step in training mode, give all ranks
             the buffers of the first: running statistics of BatchNorm, which would diverge.
         find_unused_parameters: Leave a parameter alone that no rank has used, as one process does:
             without it such a parameter gets a gradient of zero, and weight decay changes it. Costs
             one more all-reduce per step, of a number per parameter.
-        groups: {parameter: its own group} of those that fewer ranks hold copies of, as experts that
-            are divided over neighbours; their gradients are divided by `num_shares` too.
+        groups: {parameter: its own group}, for parameters of which fewer ranks hold copies, as of
+            experts that are divided over neighbours. Their gradients are divided by `num_shares`
+            too.
 
     Raises:
         ValueError: The ranks wrap modules with different parameters; on every rank.
@@ -102,9 +107,9 @@ class DataParallel(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.shards: dict[str, nn.Parameter] = {}  # every rank keeps whole weights
         self._syncing = True
-        self._in_a_step = False
-        self._hooked: set[nn.Parameter] = set()
-        self._used: set[nn.Parameter] = set()
+        self._in_a_step = False  # between the first forward of a step and finish_gradient_sync()
+        self._hooked: set[nn.Parameter] = set()  # a hook stays when buckets are made again
+        self._used: set[nn.Parameter] = set()  # have a gradient of this rank in this step
 
         _require_same_parameters(module, group)
         make_copies_equal(module, group, (), self.groups)
@@ -113,6 +118,7 @@ class DataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What the module computes."""
+        # Once a step, not once a micro-batch: within one the buckets hold gradients that add up.
         if self.training and torch.is_grad_enabled() and not self._in_a_step:
             self._begin_step()
         return self.module(*args, **kwargs)
@@ -133,6 +139,8 @@ class DataParallel(nn.Module):
         a gradient of zero: the other ranks may have one.
         """
         self._require_unchanged()
+        # A bucket with a parameter that this rank has not used is still here, and so are all that
+        # come after it. Other ranks may have sent theirs, and wait for ours.
         for bucket in self.buckets:
             if bucket.work is None:
                 self._send(bucket)
@@ -148,6 +156,8 @@ class DataParallel(nn.Module):
 
     def _gradient_ready(self, param: nn.Parameter) -> None:
         bucket = self._bucket_of[param]
+        # The second condition finds a second backward while the bucket still waits for another
+        # parameter.
         if bucket.work is not None or (self._syncing and param not in bucket.missing):
             raise RuntimeError(
                 "a second backward ran before finish_gradient_sync(), its gradient would be lost: "
@@ -158,8 +168,8 @@ class DataParallel(nn.Module):
         if not self._syncing:
             return
         bucket.missing.remove(param)
-        # Collectives match by order, so all ranks must send in one order: a bucket waits for those
-        # before it.
+        # Collectives match by order, so all ranks must send in one order: a bucket that is full
+        # waits for those before it, and one late gradient holds up all that follow.
         for candidate in self.buckets:
             if candidate.work is not None:
                 continue
@@ -177,7 +187,7 @@ class DataParallel(nn.Module):
     # ---- between two steps
 
     def _begin_step(self) -> None:
-        """What the first forward of a step does before it computes; on all ranks alike."""
+        """Prepare buckets and buffers before the first forward of a step, on all ranks alike."""
         self._in_a_step = True
         if _kinds(self._params) != self._kinds:
             self._learn_order_from(trained_last_first(self.module))
@@ -188,7 +198,7 @@ class DataParallel(nn.Module):
             broadcast_together(buffers, self.group)
 
     def _learn_order_from(self, guess: list[nn.Parameter]) -> None:
-        """Make buckets in an order that is a guess, and note the true one in the next backward."""
+        """Make buckets in a guessed order, and note the true one in the next backward."""
         self._kinds = _kinds(self._params)
         self._order_is_known = False
         self._steps_seen = 0
@@ -196,7 +206,7 @@ class DataParallel(nn.Module):
         self._make_buckets(guess)
 
     def _take_order_of_first_rank(self) -> None:
-        """Make the buckets anew, in the order in which gradients became ready in the first step.
+        """Make the buckets again, in the order in which gradients became ready in the first step.
 
         Ranks may have seen different orders, and collectives match by order: the first rank's is
         that of all. DDP does the same before its second step.
@@ -211,12 +221,16 @@ class DataParallel(nn.Module):
         self._order_is_known = True
         if not places:
             return
+        # A parameter travels as its place in `trained`, which is the same list on all ranks.
         order = torch.tensor(places, device=trained[0].device)
         broadcast_together([order], self.group)
         self._make_buckets([trained[place] for place in order.tolist()])
 
     def _make_buckets(self, order: list[nn.Parameter]) -> None:
-        """Gradients that are there already stay where they are until they are adopted."""
+        """Cut the parameters into buckets, and hook those that have no hook yet.
+
+        Gradients that are there already stay where they are until a bucket adopts them.
+        """
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         for params in cut_into_buckets(order, self.bucket_mb, self.first_bucket_mb, self.groups):
@@ -263,8 +277,8 @@ class DataParallel(nn.Module):
 def _when_ready(parallel: weakref.ref) -> Callable[[nn.Parameter], None]:
     """The hook of a parameter.
 
-    It must not refer to the model, the bucket or the parameter. Autograd would hold it where
-    Python's garbage collector does not look, and none of them would ever be freed, nor the process
+    It must not refer to the model, the bucket or the parameter. Autograd holds hooks in C++, where
+    Python's garbage collector does not look: none of these would ever be freed, nor the process
     group with its threads.
     """
 
@@ -294,7 +308,7 @@ def _name_of(module: nn.Module, wanted: nn.Parameter) -> str:
 
 
 def _kinds(params: list[nn.Parameter]) -> list[tuple[bool, torch.dtype, torch.device]]:
-    """What decides in which bucket a parameter is, if in any."""
+    """The properties of each parameter that decide in which bucket it is, if in any."""
     return [(param.requires_grad, param.dtype, param.device) for param in params]
 
 
@@ -306,6 +320,7 @@ def _require_same_parameters(module: nn.Module, group: dist.ProcessGroup) -> Non
     Raises:
         ValueError: On every rank, with the first that differs from the first of the group.
     """
+    # Two numbers stand for all names and shapes, so that the check itself fits any two modules.
     lines = []
     for name, param in module.named_parameters():
         lines.append(f"{name} {list(param.shape)} {param.dtype} {param.requires_grad}")

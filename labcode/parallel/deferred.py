@@ -1,7 +1,7 @@
 """The backward of a linear layer in two halves: the gradient of its input now, its weight's later.
 
     dx = dy W            the stage before waits for it
-    dW = dy^T x          nobody waits for it before the optimizer does
+    dW = dy^T x          only the optimizer waits for it
 
 A pipeline that fills its idle time with dW has a smaller bubble. Inside `with store.watching():`
 every linear layer becomes one whose backward can leave dW to the store: the sharded layers ask for
@@ -70,14 +70,17 @@ class WeightGradientStore:
 @torch.no_grad()
 def finish(waiting: list[DeferredGradient]) -> None:
     """Compute what was left undone, add it to each weight's `.grad`, and forget it."""
+    # Taken out one at a time: each entry holds an input and an output gradient of its layer, which
+    # are freed as soon as its product is done.
     while waiting:
         weight, compute = waiting.pop(0)
+        # Added by hand: for autograd this weight had no gradient, and its hooks do not run.
         grad = compute().to(weight.dtype)
         weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
 def same_watch() -> AbstractContextManager[Any]:
-    """The context in which backward repeats a forward: watched if the forward is watched now."""
+    """The context for a forward that backward repeats: watched if the forward is watched now."""
     store = current_store.get()
     if store is None:
         return contextlib.nullcontext()

@@ -26,7 +26,9 @@ def seed_for(seed: int, **coords: int) -> int:
     Other coordinates give other random numbers.
     """
     places = ",".join(f"{axis}={coord}" for axis, coord in sorted(coords.items()))
+    # A hash and not seed + rank: seed 0 on rank 1 would draw what seed 1 draws on rank 0.
     digest = hashlib.sha256(f"{seed}/{places}".encode()).digest()
+    # 63 bits: manual_seed does not take all of 64
     return int.from_bytes(digest[:8], "big") >> 1
 
 
@@ -35,10 +37,10 @@ class RngStream:
 
     Args:
         seed: Where it starts.
-        device: Whose generator it stands in for.
+        device: The device whose generator it stands in for.
 
     Attributes:
-        state: Where it is now, as a generator gives it; may be set.
+        state: The current state of the stream, as a generator gives it; may be set.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -48,6 +50,8 @@ class RngStream:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within it the process draws from this stream, from where it stopped last time."""
+        # Modules draw from the generator of the process and cannot be given another one, so its
+        # state is exchanged.
         outer = self.generator.get_state()
         self.generator.set_state(self.state)
         try:

@@ -48,13 +48,13 @@ def exchange_rows(
     Communicates: an uneven all-to-all each way; backward the gradients take the way back.
 
     Args:
-        rows: [R, H], those for rank 0 first.
-        sent: Rows for each rank; their sum is R.
-        received: Rows of each rank; their sum is R'.
+        rows: [R, H], the rows for rank 0 first.
+        sent: Number of rows for each rank; the sum is R.
+        received: Number of rows from each rank; the sum is R'.
         group: The ranks of ep.
 
     Returns:
-        [R', H], those of rank 0 first.
+        [R', H], the rows from rank 0 first.
     """
     return _Exchange.apply(rows, sent, received, group)
 
@@ -91,7 +91,7 @@ def _exchange(
 
 
 def summed(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Counts added up over the ranks that hold other tokens of the same sequences.
+    """The sum of counts over the ranks that hold other tokens of the same sequences.
 
     Communicates: an all-reduce of `B E` numbers; nothing if this rank holds whole sequences.
     """
@@ -126,12 +126,17 @@ class Travel:
         Returns:
             [R, H]
         """
-        by_rank = counts.view(self.ep.size(), -1)  # [ep, E/ep]
-        theirs = torch.empty_like(by_rank)  # rows that arrive, by sender and expert
+        by_rank = counts.view(self.ep.size(), -1)  # [E] -> [ep, E/ep], by the rank that keeps them
+        theirs = torch.empty_like(by_rank)  # [ep, E/ep], rows that arrive, by sender and expert
         dist.all_to_all_single(theirs, by_rank.contiguous(), group=self.ep)
+        # Two lists of Python numbers, for which a GPU has to be waited for: the sizes of messages
+        # are arguments of the call, and no tensor can be allocated before they are known. Filling
+        # all experts up to one capacity avoids the wait, and computes rows of zeros instead.
         sent = by_rank.sum(1).tolist()
         received = theirs.sum(1).tolist()
         arrived = exchange_rows(rows, sent, received, self.ep)  # [R', H]
+        # Rows arrive sender by sender, and within a sender by expert. The MLPs want all rows of an
+        # expert together: with ep = 2 and experts a, b of this rank, a0 b0 a1 b1 -> a0 a1 b0 b1.
         order = _by_expert(theirs)
         done = mlps(arrived[order], theirs.sum(0))
         return exchange_rows(done[_inverse(order)], received, sent, self.ep)
@@ -139,6 +144,8 @@ class Travel:
 
 def _by_expert(theirs: torch.Tensor) -> torch.Tensor:
     """[R']: the rows that lie by sender and expert, in the order of experts alone."""
+    # [ep, E/ep] -> [ep * E/ep], the expert of each count; then of each row. A stable sort keeps the
+    # senders of an expert in order, so that sums come out the same at every step.
     number = torch.arange(theirs.shape[1], device=theirs.device).repeat(theirs.shape[0])
     return number.repeat_interleave(theirs.flatten()).argsort(stable=True)
 
@@ -185,7 +192,7 @@ def divide_experts(
     experts.shards = {}
     for name, shard in features.items():
         whole = getattr(experts, name)
-        here = Shard(0).take(whole.detach(), ep.rank(), ep.size())
+        here = Shard(0).take(whole.detach(), ep.rank(), ep.size())  # [E, ..] -> [E/ep, ..]
         part = shard.take(here, tp.rank(), tp.size())
         setattr(experts, name, nn.Parameter(part, requires_grad=whole.requires_grad))
         experts.shards[name] = {"ep": Shard(0), "tp": shard}

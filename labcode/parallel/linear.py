@@ -2,7 +2,7 @@
 
     y  = x W^T          forward
     dx = dy W           backward for the input: the layer before waits for it
-    dW = dy^T x         backward for the weight: nobody waits for it before the optimizer does
+    dW = dy^T x         backward for the weight: only the optimizer waits for it
 
 `MatrixProduct` holds the three, so that a layer can be given others (in FP8, or with a probe). dW
 can be left to a store (`parallel.deferred`), from which a pipeline with a zero-bubble schedule
@@ -66,7 +66,7 @@ Product = MatrixProduct | LinearFunction
 
 
 class GradientStore(Protocol):
-    """Whoever may take over the gradient of a weight to compute it later."""
+    """A store that may take over the gradient of a weight to compute it later."""
 
     def keep(self, weight: nn.Parameter, compute: Callable[[], torch.Tensor]) -> bool:
         """Take `compute` over, which returns the gradient; False: compute it now."""
@@ -86,6 +86,7 @@ def linear(
     """`x W^T + bias` with exchangeable products, whose dW can be put off."""
     if not isinstance(product, MatrixProduct):
         return product(x, weight, bias)
+    # Where nothing of ours is asked for, PyTorch does it: its backward runs without Python.
     store = current_store.get()
     autocast = torch.is_autocast_enabled(x.device.type)
     if product is PLAIN_PRODUCT and store is None and not autocast:
@@ -100,7 +101,7 @@ def deferrable_linear(
     product: MatrixProduct,
     store: GradientStore | None,
 ) -> torch.Tensor:
-    """`linear` through our own backward, whatever is asked for.
+    """`linear` with our own backward in any case.
 
     Under autocast the weight is narrowed once more in backward. `F.linear` would keep the narrow
     copy until then: of all weights, for each micro-batch of a pipeline that is under way, and also
@@ -139,7 +140,9 @@ class _Linear(torch.autograd.Function):
         store: GradientStore | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.param = weight  # activation checkpointing gives back another tensor with its numbers
+        # The parameter itself too: out of save_for_backward activation checkpointing gives another
+        # tensor with its numbers, which a store could not tell by identity.
+        ctx.param = weight
         ctx.product = product
         ctx.store = store
         return product.forward(x, weight.to(x.dtype), bias)
@@ -148,16 +151,18 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         x, weight = ctx.saved_tensors
         product = ctx.product
-        grad_rows = grad.flatten(0, -2)
-        x_rows = x.flatten(0, -2)
+        grad_rows = grad.flatten(0, -2)  # [.., S, F] -> [rows, F]
+        x_rows = x.flatten(0, -2)  # [.., S, H] -> [rows, H]
 
+        # A closure, so that it can wait: it keeps both matrices alive until it is called.
         def grad_weight() -> torch.Tensor:
             return product.grad_weight(grad_rows, x_rows)
 
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = product.grad_input(grad, weight.to(x.dtype))
-        grad_w = None  # else in the dtype of x: autograd makes it as wide as the weight
+        # In the dtype of x if it is computed here; autograd makes it as wide as the weight.
+        grad_w = None
         if ctx.param.requires_grad:
             grad_w = computed_or_kept(ctx.param, grad_weight, ctx.store)
         grad_bias = grad_rows.sum(0) if ctx.needs_input_grad[2] else None

@@ -1,7 +1,7 @@
-"""Data parallelism for slow links: copies of the model that train alone, and meet now and then.
+"""Data parallelism for slow links: copies of the model that train alone, and average their weights.
 
     inner    H steps on own samples          w_r <- AdamW(w_r, gradient of rank r), from w
-    outer    g = w - 1/p * sum of w_r        the way that the copies have gone on average
+    outer    g = w - 1/p * sum of w_r        how far the copies have moved, on average
              w <- Nesterov(w, g)             with a rate and a momentum of its own
 
 An average of weights takes the place of H averages of gradients, so that a step sends 1/H of the
@@ -29,7 +29,7 @@ class LocalReplica(nn.Module):
     It has the interface of `parallel.data.DataParallel`, so that a training loop can use either.
 
     Args:
-        module: The same on every rank that holds a copy, with the same weights.
+        module: The module of this rank's copy; all copies have the same weights at first.
     """
 
     accumulates_shards = False
@@ -68,8 +68,8 @@ class OuterOptimizer:
         ::test_with_one_step_and_sgd_it_is_data_parallelism, ::test_bytes_are_those_of_the_weights
 
     Args:
-        params: The weights of this rank's copy, in one order on all ranks; frozen ones are left
-            alone. Now they are the same on all of them.
+        params: The weights of this rank's copy, in one order on all ranks and with the same values
+            on all of them; frozen ones are left alone.
         group: The ranks that hold copies.
         lr: The outer rate; 1 takes the average as it is.
         momentum: Nesterov's; 0 is none.
@@ -84,7 +84,7 @@ class OuterOptimizer:
     ) -> None:
         self.group = group
         self.params = [param for param in params if param.requires_grad]
-        # where all copies were together last
+        # the weights at the last average, the same on all ranks: a second copy of the model
         self.common = [param.detach().clone() for param in self.params]
         self._optimizer = torch.optim.SGD(
             self.common, lr=lr, momentum=momentum, nesterov=momentum > 0
@@ -92,7 +92,8 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Average how far the copies have gone, step there together, and begin anew from it."""
+        """Average how far the copies have moved, step by that, and give all copies the result."""
+        # Minus the movement takes the place of a gradient: it points where the loss grows.
         gone = [common - param for common, param in zip(self.common, self.params, strict=True)]
         flat = torch.cat([tensor.flatten() for tensor in gone])
         flat /= dist.get_world_size(self.group)  # before the sum, which could overflow

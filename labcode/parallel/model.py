@@ -1,4 +1,4 @@
-"""A parallel model seen from outside: called like the whole model, right over the whole grid."""
+"""A parallel model, used like the whole model: its gradients are right over the whole grid."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -78,7 +78,7 @@ class ParallelModel(nn.Module):
         loss: `loss(output, targets) -> scalar` of this rank's output: the loss of its dp rank's
             samples, the same on every rank of tp and cp.
         on_action: With a pipeline: called as `on_action(action, started_s, stopped_s)` after each
-            action of `forward_backward`; None: nobody.
+            action of `forward_backward`; None: not called.
         ranges: Called as `ranges(part)` around each part of `forward_backward`: forward, backward
             and communication. With PyTorch's DDP and ZeRO the gradients travel, and are waited
             for, inside backward; messages of tp and cp travel inside forward and backward.
@@ -142,7 +142,7 @@ class ParallelModel(nn.Module):
 
         Args:
             batches: (inputs, targets) of each micro-batch, the same number on every rank.
-            loss_scale: By which the gradients are multiplied, a power of two (`train.loss_scale`).
+            loss_scale: Factor of all gradients, a power of two (`train.loss_scale`).
 
         Returns:
             This dp rank's share of the loss, a float64 scalar, the same on every rank of pp, cp and
@@ -152,6 +152,8 @@ class ParallelModel(nn.Module):
             weights = [weight * loss_scale for weight in self._weights(batches)]
         for router in self.routers.values():
             router.loss_scale = loss_scale / len(batches)  # a mean over sequences, all alike
+        # The factor is in the weights of the losses, so that it costs no operation of its own. It
+        # comes out of the returned loss again, and the caller takes it out of the gradients.
         if self.grid.size("pp") > 1:
             total = self._through_the_pipeline(batches, weights)
             self.finish_gradient_sync()
@@ -159,6 +161,9 @@ class ParallelModel(nn.Module):
         total = torch.zeros((), dtype=torch.float64, device=batches[0][0].device)
         for number, (inputs, targets) in enumerate(batches):
             is_last = number == len(batches) - 1
+            # All but the last micro-batch only add up their gradients, and one average is sent.
+            # With ZeRO-3 that would keep the whole gradient of the model on every rank, so there
+            # each micro-batch sends its own (`accumulates_shards`).
             syncs = is_last or self.replica.accumulates_shards
             with contextlib.nullcontext() if syncs else self.no_sync():
                 with self.ranges("forward"), self._autocast():
@@ -172,7 +177,7 @@ class ParallelModel(nn.Module):
     def forward_backward_alone(
         self, batches: Sequence[Batch], loss_scale: torch.Tensor
     ) -> torch.Tensor:
-        """The same for a rank that is alone: whole weights, and nobody to average with.
+        """The same for a rank that is alone: it has whole weights, and no peer to average with.
 
         It asks for no value on the way, so that a GPU can record it (`train.cuda_graph`).
         """
@@ -199,6 +204,7 @@ class ParallelModel(nn.Module):
                     values.append(self.loss(self(inputs), targets).double())
             return torch.stack(values)
         # Any number of micro-batches can be evaluated, whatever the training schedule asks for.
+        # Every schedule accepts p micro-batches; `evaluate` makes a plan of its own anyway.
         pipeline = self._pipeline(self.grid.size("pp"))
         inputs, targets = zip(*batches)
         values = pipeline.evaluate(inputs, targets)
@@ -275,16 +281,17 @@ class ParallelModel(nn.Module):
     ) -> torch.Tensor:
         pipeline = self._pipeline(len(batches))
         inputs, targets = zip(*batches)
-        with (
-            self.replica.no_sync()
-        ):  # a stage runs backward many times before its gradient is whole
+        # A stage runs backward once for each micro-batch before its gradient is whole, so nothing
+        # is sent before `finish_gradient_sync`. The price is the overlap: the average over dp
+        # begins only when the pipeline has drained.
+        with self.replica.no_sync():
             total = pipeline.step(inputs, targets, weights, self.on_action, self.ranges)
         with self.ranges("communication"):
             dist.all_reduce(total, group=self.grid.group("pp"))
         return total
 
     def _weights(self, batches: Sequence[Batch]) -> list[torch.Tensor | float]:
-        """What the mean loss of each micro-batch counts in the mean over the whole global batch.
+        """The weight of each micro-batch's mean loss in the mean over the whole global batch.
 
         With m micro-batches of equal size it is 1/m. Where targets can be left out (-100), a mean
         of means would count a target more if fewer of its neighbours count.
@@ -300,6 +307,7 @@ class ParallelModel(nn.Module):
         if self.replica.trains_alone:
             return list(counts / total)
         dist.all_reduce(total, group=self.grid.group("dp"))
+        # times dp, because the average over dp divides by it
         return list(counts * self.grid.size("dp") / total)
 
     def _pipeline(self, num_microbatches: int) -> Pipeline:
@@ -325,7 +333,7 @@ class ParallelModel(nn.Module):
             return self.replica(inputs, x=x, layers=layers)
 
     def _boundary(self, inputs: torch.Tensor) -> torch.Tensor:
-        """An empty tensor like what a stage hands to the next one."""
+        """An empty tensor of the shape and dtype of what a stage hands to the next one."""
         example = next(self.module.parameters())  # perhaps without memory, but with a dtype
         return example.new_empty(self.plan.stages.boundary(inputs))
 

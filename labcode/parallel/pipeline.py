@@ -5,7 +5,16 @@ micro-batches. A stage hands its output to the next one and gets the gradient of
 does what in which order is data (`labcode.schedules`), and so is what travels: every rank works out
 the same table of ticks, and after tick t it sends what others wait for of that tick's results and
 begins to receive what it will need itself. Both ends of a message so agree on its place in the
-order, whatever the schedule is, and nothing can wait in a circle.
+order, whatever the schedule is, and no ranks can wait for each other in a circle.
+
+The first ticks of rank 1 of 3, with 1F1B and two micro-batches (`PipelinePlan.programs[1]`):
+
+    tick   computes   then begins to receive          and to send
+    0      -          input of 1F0, from rank 0       -
+    1      1F0        input of 1F1, from rank 0       output of 1F0, to rank 2
+    2      1F1        -                               output of 1F1, to rank 2
+    3      -          gradient for 1B0, from rank 2   -
+    4      1B0        -                               gradient for 0B0, to rank 0
 
 Source: Huang et al. 2018 (arXiv:1811.06965) and Narayanan et al. 2021 (arXiv:2104.04473), section
     2, for the schedules.
@@ -30,7 +39,7 @@ Ranges = Callable[[str], AbstractContextManager]  # names what runs in its block
 
 
 def unnamed(part: str) -> AbstractContextManager:
-    """The `Ranges` of a step whose parts nobody asks for."""
+    """The `Ranges` of a step whose parts are not named."""
     return contextlib.nullcontext()
 
 
@@ -48,9 +57,10 @@ class Pipeline:
         one backward, each of the size of `boundary`.
 
     Args:
-        stages: {number: stage} of this rank.
-        plan: Of the whole pipeline, from `labcode.schedules.plan_pipeline`, or from `make_plan` for
-            a schedule written by hand. It was checked when it was made, and is used at every step.
+        stages: This rank's stages, `{number: stage}`.
+        plan: The plan of the whole pipeline, from `labcode.schedules.plan_pipeline`, or from
+            `make_plan` for a schedule written by hand. It was checked when it was made, and is used
+            at every step.
         group: The ranks of the pipeline, in order.
         loss: `loss(output, targets) -> scalar` of one micro-batch, called on the last stage.
         boundary: `boundary(inputs) -> tensor` of the shape, dtype and device of what a stage hands
@@ -102,7 +112,8 @@ class Pipeline:
             weights = [1 / self.plan.num_microbatches] * self.plan.num_microbatches
         run = _Run(self, self.plan, inputs, targets, weights, on_action, ranges)
         run.all_ticks()
-        run.check_nothing_is_left()
+        run.require_nothing_left()
+        # Zeros on all ranks but the last stage's, so that a sum over pp gives the loss to everyone.
         total = torch.zeros((), dtype=torch.float64, device=run.losses.device)
         for value, weight in zip(run.losses, weights):
             total += value * weight
@@ -150,14 +161,17 @@ class _Run:
         self.rank = pipeline.group.rank()
         device = pipeline.boundary(inputs[0]).device
         self.losses = torch.zeros(len(inputs), dtype=torch.float64, device=device)
-        # by (stage, micro-batch): input and output of a forward whose backward is still to come
+        # by (stage, micro-batch): input and output of a forward whose backward is still to come.
+        # The output holds the graph, and so all activations of the stage: what 1F1B bounds is the
+        # length of this dict.
         self._live: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         # by (stage, micro-batch): gradients of weights that an I has left to its W
         self._deferred: dict[tuple[int, int], list[DeferredGradient]] = {}
         # by (what it is, stage that needs it, micro-batch): tensors made here, and on their way
         self._ready: dict[tuple[str, int, int], torch.Tensor] = {}
         self._arriving: dict[tuple[str, int, int], tuple[dist.Work, torch.Tensor]] = {}
-        # sends under way, the oldest first; a tensor must live until it has left
+        # sends under way, the oldest first; the memory must not be used for anything else before
+        # the bytes have left
         self._leaving: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._started_s = 0.0
 
@@ -172,13 +186,14 @@ class _Run:
         with self.ranges("communication"):
             self._let_go_of_sent(but_for=0)
 
-    def check_nothing_is_left(self) -> None:
-        """Every forward had its backward, and every I its W."""
+    def require_nothing_left(self) -> None:
+        """Check that every forward had its backward, and every I its W."""
         assert not self._live, f"no backward for {sorted(self._live)}"
         assert not self._deferred, f"no W for {sorted(self._deferred)}"
 
     def _act(self, action: Action) -> None:
-        # in self they would be a circle: tensors would stay until Python looks for circles
+        # Kept in self, these bound methods would be a reference cycle: the tensors of a step would
+        # stay until Python's garbage collector runs, instead of going with the last reference.
         actions = {
             "F": self._forward,
             "B": self._backward,
@@ -193,7 +208,8 @@ class _Run:
             raise StageError(f"stage {action.stage} failed at {action}: {reason}") from error
         if self.on_action is not None:
             if self.losses.is_cuda:
-                # or the clock would stop when the work is queued, not when it is done
+                # Or the clock would stop when the work is queued, not when it is done. It costs
+                # the overlap of actions, and is paid only by those who ask for times.
                 torch.cuda.synchronize()
             self.on_action(action, self._started_s, time.perf_counter())
 
@@ -202,6 +218,8 @@ class _Run:
         if stage > 0:
             x = self._take("activation", stage, number)
             if torch.is_grad_enabled():
+                # A leaf of this rank's graph: backward leaves its gradient in x.grad, which is the
+                # message to the stage before.
                 x.requires_grad_()
         with self._watching():
             y = self.pipeline.stages[stage](x, self.inputs[number])
@@ -210,24 +228,32 @@ class _Run:
         if self._is_last(stage):
             self.losses[number] = y.detach()
         else:
+            # The detached tensor shares the memory of y, which stays in `_live` until the backward.
+            # Backward needs the graph of y and not its values, so Megatron-LM can free them after
+            # the send (`deallocate_pipeline_outputs`). That would save one boundary tensor for each
+            # micro-batch under way, and needs a call of autograd's engine that skips its checks.
             self._ready["activation", stage + 1, number] = y.detach().contiguous()
         if torch.is_grad_enabled():
             self._live[stage, number] = (x, y)
 
     def _backward(self, stage: int, number: int) -> None:
-        x, y = self._live.pop((stage, number))
+        x, y = self._live.pop((stage, number))  # with y the activations go at the end of this call
         if self._is_last(stage):
             assert self.weights is not None
             (y * self.weights[number]).backward()
         else:
+            # Taken in any case: the message belongs to the plan, whose ticks count on it.
             gradient = self._take("gradient", stage, number)
-            if y.requires_grad:  # it does not if this stage and all before it are frozen
+            if y.requires_grad:  # only a first stage that is frozen as a whole has a y without
                 torch.autograd.backward(y, gradient)
         if x is not None:
+            # x asked for it itself, so it is there even if no weight of this stage is trained.
             assert x.grad is not None
             self._ready["gradient", stage - 1, number] = x.grad.contiguous()
 
     def _backward_input(self, stage: int, number: int) -> None:
+        # The same backward. The linear layers hand their dW to the store instead of computing it,
+        # each with the two matrices that it needs, which therefore stay until W.
         with self.pipeline.store.later() as deferred:
             self._backward(stage, number)
         self._deferred[stage, number] = deferred
@@ -248,7 +274,7 @@ class _Run:
         """A tensor that a stage needs: from another rank, or from a stage of this one."""
         what = (kind, stage, number)
         if what not in self._arriving:
-            return self._ready.pop(what)
+            return self._ready.pop(what)  # made by another stage of this rank: nothing was sent
         work, tensor = self._arriving.pop(what)
         with self.ranges("communication"):
             work.wait()
@@ -268,6 +294,10 @@ class _Run:
                 operations.append(self._receive(what, message.from_rank))
         if not operations:
             return
+        # One batch, so that NCCL starts the messages of a tick together: one by one, two ranks that
+        # send to each other could each wait for the other's receive. Not all ranks of the group
+        # take part in a tick, which NCCL allows only when its communicator exists already. It does:
+        # `bootstrap` names the device, and so groups are connected when they are made.
         works = dist.batch_isend_irecv(operations)
         if len(works) < len(operations):
             works = works * len(operations)  # NCCL makes one work of them all
@@ -284,16 +314,17 @@ class _Run:
 
     def _receive(self, what: tuple[str, int, int], from_rank: int) -> dist.P2POp:
         _, _, number = what
+        # A buffer for each message, not one for each link: several wait here for their turn.
         buffer = self.pipeline.boundary(self.inputs[number])
         return dist.P2POp(dist.irecv, buffer, group=self.pipeline.group, group_peer=from_rank)
 
     def _let_go_of_sent(self, but_for: int) -> None:
         """Wait for all sends but the latest, and free what they have sent.
 
-        With 2p left out, nobody waits in a circle. A rank sends once in a tick, so what it waits
-        for is of an earlier one. The other end begins to receive it at the end of that tick,
-        whatever happens in later ones. In all schedules but GPipe, whose first ranks run ahead, it
-        is there already: this rank has received what came after.
+        With 2p left out, no ranks wait for each other in a circle. A rank sends once in a tick, so
+        the send that it waits for is of an earlier tick. The other end begins to receive at the end
+        of that tick, whatever happens in later ones. In all schedules but GPipe, whose first ranks
+        run ahead, the message has arrived already: this rank has received what came after it.
 
         Held by: tests/ranks/test_pipeline.py::test_sent_tensors_are_let_go_of_within_a_step,
             tests/unit/test_schedules.py::test_all_but_the_last_messages_of_a_rank_have_arrived

@@ -46,7 +46,7 @@ class StagePlan:
 
     Args:
         layers: The range of `model.blocks` of each stage; stage s is on pp coordinate s % pp.
-        schedule: Its name in `labcode.schedules`.
+        schedule: The schedule's name in `labcode.schedules`.
         first: Modules beside the blocks that the first stage alone needs.
         last: Modules beside the blocks that the last stage alone needs.
         boundary: `boundary(inputs)` is the shape of what one stage hands to the next for one
@@ -101,7 +101,8 @@ class ModelPlan:
 def apply_plan(model: nn.Module, entries: Iterable[PlanEntry]) -> None:
     """Do what the entries say, in their order.
 
-    An `nn.Identity` stands for a module that is on another stage, and is left alone.
+    The order matters where two entries name the same module: the second one gets what the first one
+    has made of it. An `nn.Identity`, which stands for a module of another stage, is left alone.
     """
     for entry in entries:
         for name in _matching(model, entry.modules):
@@ -132,7 +133,9 @@ def full_weights(model: nn.Module, stages: StagePlan, pp: int) -> dict[str, Full
 
 
 def keep_own_stages(model: nn.Module, stages: StagePlan, coord: int, pp: int) -> None:
-    """Leave out what belongs to other stages; the rest keeps its place and its name."""
+    """Replace what belongs to other stages by `nn.Identity`; the rest keeps its place and name."""
+    # Deleting instead would renumber the layers of a ModuleList, and with them the names of weights
+    # in state dicts and checkpoints. An Identity has no weights and is never called.
     own_layers = set()
     for layers in stages.layers[coord::pp]:
         own_layers.update(layers)
@@ -216,8 +219,12 @@ def checkpointed(module: nn.Module, stream: RngStream) -> nn.Module:
 
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
         """The contexts of the first and of the second forward; made when the first one starts."""
+        # So `stream.state` is read here, before the first forward draws.
         return contextlib.nullcontext(), _second_forward(same_watch(), stream, stream.state)
 
+    # The attribute hides the method of the class: no wrapper module, which would change the names
+    # of weights. Not the reentrant kind, which gives no gradients at all if no input needs one, as
+    # in the first layer behind a frozen embedding.
     module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
     return module
 

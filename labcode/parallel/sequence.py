@@ -81,7 +81,7 @@ def gathered_linear(
     # narrowed before the gather: it halves the message
     x_narrow, bias_narrow = narrowed(x, bias)
     if not isinstance(product, MatrixProduct):
-        # it keeps the whole x, in 8 bits
+        # an FP8 product keeps the whole x for backward, in 8 bits
         assert x_narrow is not None
         return product(all_gather(x_narrow, group, SEQUENCE_DIM), weight, bias)
     store = current_store.get()
@@ -115,10 +115,13 @@ class _GatheredLinear(torch.autograd.Function):
         group = ctx.group
         product = ctx.product
         grad_rows = grad.flatten(0, -2)  # [B*S, F/tp]
+        # The order is that of Megatron-LM: two messages, each beside a product that does not need
+        # it. x is gathered beside dx = dy W, then dx is scattered beside dW = dy^T x.
         waiting = _Gathered(x, group)
 
         def grad_weight() -> torch.Tensor:
-            return product.grad_weight(grad_rows, waiting.whole().flatten(0, -2))
+            x_rows = waiting.whole().flatten(0, -2)  # [B, S, H] -> [B*S, H]
+            return product.grad_weight(grad_rows, x_rows)
 
         put_off = ctx.param.requires_grad and (
             ctx.store is not None and ctx.store.keep(ctx.param, grad_weight)
@@ -139,7 +142,7 @@ class _GatheredLinear(torch.autograd.Function):
 
 
 class _Gathered:
-    """The whole of a sharded tensor, gathered when it is asked for or earlier."""
+    """The whole of a sharded tensor, gathered at the latest when it is used."""
 
     def __init__(self, part: torch.Tensor, group: dist.ProcessGroup) -> None:
         self.part = part

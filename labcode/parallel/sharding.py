@@ -47,7 +47,7 @@ class Shard:
         dim: The dim that is cut.
         sections: Lengths along `dim`, which add up to its size; None: one section.
         copies: How many ranks hold the same piece, for each section; None: 1 for all.
-        apart: Where the copies of a piece are.
+        apart: Whether the ranks that hold the same piece lie apart; else they are neighbours.
         in_chunks: Cut as `torch.chunk` does: all pieces but the last ones have the same size, and
             the last ones may be smaller or empty.
     """
@@ -74,6 +74,7 @@ class Shard:
 
     def part_shape(self, shape: Iterable[int], index: int, parts: int) -> torch.Size:
         """The shape of part number `index`."""
+        # The cut itself, on a tensor without memory, so that a formula cannot disagree with it.
         return self.take(torch.empty(tuple(shape), device="meta"), index, parts).shape
 
     def copies_of(self, section: int) -> int:
@@ -86,6 +87,7 @@ class Shard:
         pieces = []
         for number, section in enumerate(whole.split(lengths, self.dim)):
             copies = self.copies_of(number)
+            # Of 4 parts and copies = 2: pieces 0 0 1 1 for neighbours, 0 1 0 1 if they lie apart.
             num_pieces = parts // copies
             place = index % num_pieces if self.apart else index // copies
             pieces.append(self._cut(section, num_pieces, place))
@@ -105,7 +107,7 @@ class ParamSharding:
     """Where one weight lives on the grid.
 
     Args:
-        shape: Of the whole weight.
+        shape: The shape of the whole weight.
         shards: {axis: how it is cut over the ranks of that axis}; of several axes the first one
             cuts the whole, the next one cuts the parts of the first.
         partial_over: Axes whose ranks each see a part of its gradient.
@@ -135,6 +137,7 @@ class ParamSharding:
         Communicates: for each axis that cuts it, a broadcast from each of the p ranks of that axis,
             `(p-1)/p` times the bytes of what is put together received; nothing if it is not cut.
         """
+        # shapes[i] is what the i-th axis cuts: first the whole, then the part of tp, ...
         shapes = [torch.Size(self.shape)]
         for axis, shard in self.shards.items():
             shapes.append(shard.part_shape(shapes[-1], grid.coord(axis), grid.size(axis)))
@@ -154,7 +157,7 @@ class FullWeight(NamedTuple):
 
     Args:
         stage: The pp coordinate that has it; of a tied weight the one under this name.
-        shape: Of the whole weight.
+        shape: The shape of the whole weight.
     """
 
     stage: int
@@ -227,17 +230,19 @@ def gradient_norm(params: Params, shardings: Shardings, grid: Grid) -> torch.Ten
     for name, param in params.items():
         sharding = shardings[name]
         grads = by_axes.setdefault(tuple(sharding.shards), [])
-        counted_elsewhere = sharding.tied and grid.coord("pp") > 0  # the first stage counts it
+        # After `all_reduce_partial_gradients` both stages hold the sum; the first one counts it.
+        counted_elsewhere = sharding.tied and grid.coord("pp") > 0
         if param.grad is not None and not counted_elsewhere:
             grads.extend(_counted_here(param.grad, sharding, grid))
     device = next(iter(params.values())).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for axes in sorted(by_axes):  # the same order on all ranks: collectives match by order
+        # A rank without such weights takes part all the same: the norm of no tensors is 0.
         squared = torch.nn.utils.get_total_norm(by_axes[axes]).to(device, torch.float64).square()
         if axes:
             dist.all_reduce(squared, group=grid.group(*axes))
         total += squared
-    dist.all_reduce(total, group=grid.group("pp"))
+    dist.all_reduce(total, group=grid.group("pp"))  # every stage has other weights
     return total.sqrt()
 
 
@@ -259,12 +264,13 @@ def full_state_dict(
         module: This rank's part of the model.
         params: What this rank holds of each of its weights.
         shardings: How each of them is spread.
-        full_weights: Of all weights of the whole model, in the order of the state dict.
+        full_weights: All weights of the whole model, in the order of the state dict.
     """
     first_names = {id(param): name for name, param in module.named_parameters()}
     own = dict(module.named_parameters(remove_duplicate=False))  # tied weights under both names
     example = next(iter(params.values()))
     group = grid.group("pp")
+    # A generator, one weight at a time: no rank ever holds the whole model.
     for name, (stage, shape) in full_weights.items():
         if stage == grid.coord("pp"):
             first_name = first_names[id(own[name])]
@@ -284,6 +290,8 @@ def _gather_parts(
     own: torch.Tensor, shard: Shard, shape: torch.Size, group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
     """The parts of all ranks. Broadcasts, because the parts may differ in size."""
+    # All-gather wants equal parts, and padding them would need as much care as this loop. It runs
+    # only where whole weights are collected, to save or to compare them.
     parts = []
     for index in range(group.size()):
         if index == group.rank():
@@ -297,7 +305,7 @@ def _gather_parts(
 
 def _all_reduce_in_one_message(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Sum some tensors over the group, in place."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    flat = torch.cat([tensor.flatten() for tensor in tensors])  # [all their numbers]
     dist.all_reduce(flat, group=group)
     first = 0
     for tensor in tensors:
@@ -348,7 +356,9 @@ def _sum_copied_sections(params: Params, shardings: Shardings, group: dist.Proce
             if copies == 1:
                 continue
             num_pieces = group.size() // copies
-            buffer = piece.new_zeros((num_pieces, *piece.shape))
+            # The whole section, zero but for this rank's piece: the sum over all of tp adds up the
+            # copies of each piece, and nothing else.
+            buffer = piece.new_zeros((num_pieces, *piece.shape))  # [pieces, shape of one piece]
             place = buffer[rank // copies]
             place.copy_(piece)
             buffers.append(buffer)

@@ -148,8 +148,10 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """[B, S] int64 to [B, S, H], or to [B, S/tp, H] with `sequence`."""
         _check_in_vocabulary(tokens, self.vocab_size)
-        row = tokens - self.first
+        row = tokens - self.first  # [B, S]
         elsewhere = (row < 0) | (row >= self.weight.shape[0])
+        # A token of another rank looks up row 0, so that the shape depends on no value, and its
+        # result is then masked. masked_fill lets no gradient through to row 0 either.
         x = F.embedding(row.masked_fill(elsewhere, 0), self.weight)  # [B, S, H]
         return self.leave(x.masked_fill(elsewhere[..., None], 0), self.group)
 
@@ -190,6 +192,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
+        # The maximum of all ranks, not of this one's columns: exponentials of different ranks are
+        # added up, so they must be relative to the same number.
         peak = logits.amax(-1).to(wide)  # [..]
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
         shifted = logits.to(wide) - peak[..., None]
@@ -197,6 +201,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         column = targets - first
         elsewhere = (column < 0) | (column >= logits.shape[-1])  # on another rank, or -100
         column = column.masked_fill(elsewhere, 0)[..., None]  # [.., 1]
+        # [.., V/tp] -> [.., 1] -> [..]; exactly one rank has a target's logit, the others add 0
         own_target = shifted.gather(-1, column).squeeze(-1).masked_fill(elsewhere, 0)
 
         exps = shifted.exp_()  # in place: the shifted logits are not needed any more
@@ -205,6 +210,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         denominator, target = sums
         counts = targets != IGNORED
 
+        # In place again: what is kept for backward is the one tensor of the size of the logits.
         softmax = exps.div_(denominator[..., None])
         ctx.save_for_backward(softmax, column, elsewhere, counts)
         ctx.dtype = logits.dtype
@@ -234,15 +240,15 @@ def copied_linear(
     gives the weight's gradient, as it does in Megatron-LM and, under sequence parallelism, in
     `gathered_linear`.
     """
-    (x_narrow,) = narrowed(
-        x
-    )  # before f: under autocast its gradient would travel in the wider dtype
+    # narrowed before f: under autocast its gradient would travel in the wider dtype
+    (x_narrow,) = narrowed(x)
     assert x_narrow is not None
     return linear(copy_to(x_narrow, group), weight, bias, product)
 
 
 def _check_in_vocabulary(tokens: torch.Tensor, vocab_size: int) -> None:
-    """A token that no rank has would pass for a vector of zeros; a plain embedding raises."""
+    """Raise for a token that no rank has, as a plain embedding does: it would pass for zeros."""
+    # Asserted on the device: an `if` would make a GPU wait at every step.
     inside = ((tokens >= 0) & (tokens < vocab_size)).all()
     torch._assert_async(inside, f"a token is outside 0 to {vocab_size - 1}")
 

@@ -28,9 +28,9 @@ class PowerSGD(NamedTuple):
     """Gradients that travel as two thin matrices.
 
     Args:
-        rank: Columns of each.
-        exact_steps: Steps before, whose gradients travel whole: at least 2, since DDP makes its
-            buckets anew after the first.
+        rank: The number of columns of each.
+        exact_steps: The number of steps before, whose gradients travel whole: at least 2, since DDP
+            makes its buckets again after the first.
     """
 
     rank: int
@@ -43,8 +43,8 @@ class TorchDataParallel(DistributedDataParallel):
     Held by: tests/ranks/test_data_parallel.py, tests/ranks/test_gradient_compression.py
 
     Args:
-        module, process_group, bucket_cap_mb: As those of DDP.
-        num_shares, reduce_dtype: As those of `DataParallel`.
+        module, process_group, bucket_cap_mb: See DDP.
+        num_shares, reduce_dtype: See `DataParallel`.
         powersgd: Compress the matrices among the gradients; None: send them whole.
         options: More arguments of DDP, such as `find_unused_parameters`.
 
@@ -70,6 +70,8 @@ class TorchDataParallel(DistributedDataParallel):
             module, process_group=process_group, bucket_cap_mb=bucket_cap_mb, **options
         )
         self.shards: dict[str, nn.Parameter] = {}
+        # Without a hook DDP divides by the number of ranks, which is right where each rank has one
+        # share of the batch. Under cp several ranks have one share together, and a hook divides.
         num_ranks = dist.get_world_size(process_group)
         num_shares = num_shares or num_ranks
         if powersgd is not None:
@@ -123,10 +125,12 @@ class _NarrowSum(NamedTuple):
 def _sum_in_narrow_dtype(
     state: _NarrowSum, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """The same, but what travels has another dtype.
+    """A communication hook of DDP like `_sum_then_divide`, but what travels has another dtype.
 
     PyTorch's own `bf16_compress_hook` does not run on gloo.
     """
+    # Divided in the wide dtype, sent in the narrow one, and widened again when it has arrived: the
+    # weights and the optimizer see the wide dtype only.
     flat = bucket.buffer().div_(state.num_shares)
     work = dist.all_reduce(flat.to(state.dtype), group=state.group, async_op=True)
     assert work is not None, "this rank is not in the group of its DDP"

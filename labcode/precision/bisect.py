@@ -76,7 +76,7 @@ class Entry:
 
     Args:
         order: (part of the step, stage, number), the smallest of all ranks.
-        shape: Of the whole.
+        shape: The shape of the whole.
         pieces: The parts of all ranks and micro-batches.
     """
 
@@ -97,7 +97,7 @@ class Row:
     """How far one tensor of the second run is from that of the first.
 
     Args:
-        name: Of the module or the weight.
+        name: The name of the module or the weight.
         kind: "output", "gradient of the input" and so on.
         error: The largest relative error of a rank's part.
         bound: What rounding explains.
@@ -127,7 +127,7 @@ def compare(
 
     Args:
         run_a, run_b: Folders of two runs, or of their records.
-        step: Which step; None: the first that both have.
+        step: The number of a step; None: the first that both have.
         tolerance: A bound for all tensors in place of that of the precision.
 
     Raises:
@@ -300,14 +300,14 @@ def _grid_of(places: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def _rounding(precision: str, run: Run) -> float:
-    """max(u, sqrt(log2 K) * u_acc), K the longest sum of a product in the run."""
+    """The expected rounding: max(u, sqrt(log2 K) * u_acc), K the longest sum of a product."""
     longest = max(entry.shape[-1] for entry in run.values())
     by_sums = math.sqrt(math.log2(max(2, longest))) * _accumulator(precision)
     return max(UNIT_ROUNDOFF[precision], by_sums)
 
 
 def _accumulator(precision: str) -> float:
-    """u of the sums of products, and of the weights: float32 where operands have fewer bits."""
+    """The u of sums of products, and of the weights: float32 where operands have fewer bits."""
     return min(UNIT_ROUNDOFF[precision], UNIT_ROUNDOFF["float32"])
 
 

@@ -134,10 +134,10 @@ class Debugger:
 
     Args:
         model: This rank's part; without activation checkpointing of whole layers.
-        chosen: By `chosen_layers`.
-        log_dir: Of all ranks; made if it does not exist.
-        reduction: Who is put together.
-        feature_dir: With features of the user's own.
+        chosen: What `chosen_layers` has chosen.
+        log_dir: The folder of all ranks; made if it does not exist.
+        reduction: The ranks whose statistics are put together.
+        feature_dir: A folder with features of the user's own.
         first_step: Steps that were done before; the first step of a run is 0 in the files.
         tensorboard: A SummaryWriter, on the ranks that are to write; None: not this one.
 
@@ -346,8 +346,8 @@ class Debugger:
         """The products of a layer, each with what features do to it.
 
         Args:
-            name: Of the layer.
-            product: As it was.
+            name: The name of the layer.
+            product: The product that the layer had.
             look: Is told of the gradient of the weight: that of this product alone, of a weight
                 that an embedding uses, too.
             changes: Whether features may change operands.
@@ -391,16 +391,16 @@ class StatisticsLog(BaseLogger):
     """The file of one rank.
 
     Args:
-        log_dir: Of all ranks.
+        log_dir: The folder of all ranks.
         rank: Global rank.
-        appends: Whether the file goes on; else it begins anew.
+        appends: Whether to append to the file; else it starts empty.
     """
 
     def __init__(self, log_dir: Path, rank: int, appends: bool) -> None:
         folder = log_dir / STATISTICS
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"nvdlfw_inspect_globalrank-{rank}.log"
-        # lines are written at once, so that a run that breaks off leaves them
+        # lines are written at once, so that a run that is killed leaves them
         self._file = path.open("a" if appends else "w", buffering=1)
 
     def log_scalar(self, name: str, value: float, iteration: int, **_: Any) -> None:
@@ -471,8 +471,8 @@ def _initialize(
 def _check_same(files: Sequence[Sequence[Block]], config: Path) -> None:
     """Check that all ranks have read the same blocks.
 
-    Where they choose other layers on one rank, the others wait for its statistics for ever; where
-    they change other layers, that rank computes something else, and nobody says so.
+    Where they choose other layers on one rank, the others wait forever for its statistics. Where
+    they change other layers, that rank computes something else, and no error says so.
 
     Args:
         files: The blocks of each rank.

@@ -388,7 +388,7 @@ def read(path: Path, feature_dir: Path | None = None) -> list[Block]:
 
     Args:
         path: The YAML.
-        feature_dir: With features of the user's own, whose names are then known, too.
+        feature_dir: A folder with features of the user's own, whose names are then known too.
 
     Raises:
         ValueError: What is wrong, in one line with its number.
@@ -419,7 +419,7 @@ def choose(blocks: Sequence[Block], layers: Sequence[str], path: Path) -> dict[s
     """{layer: its block} of the layers that one of the blocks chooses.
 
     Args:
-        blocks: Of the file.
+        blocks: The blocks of the file.
         layers: Names of all linear layers of the whole model.
         path: For messages.
 
@@ -482,7 +482,7 @@ class Fp8Statistic(NamedTuple):
     """A statistic of LogFp8TensorStats, whose name is RECIPE_NAME_columnwise.
 
     Args:
-        recipe: Whose cast is looked at; "": that of the run.
+        recipe: The recipe whose cast is inspected; "": that of the run.
         name: One of FP8_STATS.
         columnwise: Whether it is the cast for sums along columns, of formats with blocks.
     """

@@ -32,8 +32,8 @@ class Format:
     """A binary floating-point format.
 
     Args:
-        name: As in FORMATS.
-        exponent_bits: Of the exponent.
+        name: The name in FORMATS.
+        exponent_bits: Number of bits of the exponent.
         fraction_bits: Behind the leading 1.
         largest: The largest finite number.
         has_infinity: What is too large can become infinite.
@@ -100,12 +100,12 @@ def cast(
     mean of many casts is x.
 
     Args:
-        x: Of any shape, float32 or float64; other dtypes are computed in float32.
+        x: A tensor of any shape, float32 or float64; other dtypes are computed in float32.
         to: The format.
         rounding: "nearest" or "stochastic".
         saturate: What is too large becomes the largest number; False: infinite, or nan in a format
             without infinities. nan stays nan.
-        generator: Of the chance, on the device of x.
+        generator: Source of the random numbers, on the device of x.
 
     Returns:
         As x; float32 for other dtypes than float32 and float64.
@@ -122,11 +122,12 @@ def cast(
     if x.dtype != torch.float64:
         x = x.float()
     _, exponent = torch.frexp(x)  # x = f * 2**exponent with 0.5 <= |f| < 1
+    # Below the smallest exponent the spacing stays the same: these are the subnormal numbers.
     exponent = (exponent - 1).clamp(min=to.smallest_exponent)
     spacing = torch.ldexp(torch.ones_like(x), exponent - to.fraction_bits)
     steps = x / spacing  # exact: a division by a power of two
     if rounding == "nearest":
-        whole = torch.round(steps)
+        whole = torch.round(steps)  # to even where two are equally near
     else:
         chance = torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)
         below = torch.floor(steps)
@@ -169,7 +170,7 @@ class BlockFormat:
     """Numbers of few bits that share a scale, a block of them at a time.
 
     Args:
-        name: As in BLOCK_FORMATS.
+        name: The name in BLOCK_FORMATS.
         elements: The format of the numbers.
         block: How many neighbours along the last dim share a scale.
         scale: The scale of a block is a power of two of 8 bits (E8M0): "up" is the smallest with
@@ -204,13 +205,13 @@ def cast_blocks(
     rounding: Rounding = "nearest",
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """x as a block-scaled format holds it: quantised and dequantised.
+    """Quantise x to a block-scaled format and back: the numbers that the format holds for it.
 
     Args:
         x: [.., n] in float32; n is a multiple of the block.
         to: The block format.
-        rounding: Of the numbers, as in `cast`; the scales are rounded to nearest.
-        generator: As in `cast`.
+        rounding: How the numbers are rounded, as in `cast`; the scales are rounded to nearest.
+        generator: See `cast`.
 
     Returns:
         As x.
@@ -229,7 +230,7 @@ def cast_blocks(
             "it to a multiple"
         )
     blocks = x.float().unflatten(-1, (-1, to.block))  # [.., n / block, block]
-    amax = blocks.abs().amax(-1, keepdim=True)
+    amax = blocks.abs().amax(-1, keepdim=True)  # [.., n / block, 1]
     factor = _e4m3_scale(amax, to) if to.scale == "e4m3" else _power_of_two_scale(amax, to)
     if rounding == "nearest":
         elements = _cast_elements(blocks / factor, to.elements)
@@ -261,9 +262,11 @@ def cast_squares(x: torch.Tensor, to: BlockFormat) -> torch.Tensor:
             f"x has the shape {list(x.shape)}, and squares of {to.name} have {side} x {side} "
             "numbers: pad both dims to a multiple"
         )
+    # [R, C] -> [R / side, side, C / side, side] -> [R / side, C / side, side, side], whose last two
+    # dims are a square
     squares = x.unflatten(0, (-1, side)).unflatten(2, (-1, side)).transpose(1, 2)
-    # [R / side, C / side, side, side]
     in_rows = replace(to, block=side * side)
+    # [R / side, C * side]: each row has the squares of one band, one after the other
     found = cast_blocks(squares.flatten(1), in_rows).view(squares.shape)
     return found.transpose(1, 2).reshape(x.shape)
 
@@ -278,6 +281,8 @@ def _cast_elements(x: torch.Tensor, to: Format) -> torch.Tensor:
 def _power_of_two_scale(amax: torch.Tensor, to: BlockFormat) -> torch.Tensor:
     """The power of two that a block is divided by."""
     largest = to.elements.largest
+    # The two differ by one power of two at most. "down" looks at exponents alone: the largest value
+    # may then lie above the largest of the format, by less than a factor of 2, and saturates.
     if to.scale == "up":
         fraction, power = torch.frexp(amax / largest)  # amax / largest = fraction * 2**power
         power = power - (fraction == 0.5).int()  # 0.5 * 2**power is a power of two itself

@@ -119,7 +119,8 @@ class Fp8Matrix(NamedTuple):
         rows: For a product whose sum runs along a row: 8-bit numbers, or float32 ones on the grid
             of a block format.
         columns: For a sum along a column. The same tensor unless scales belong to blocks.
-        scale: By which the numbers are too large, float32 without dims; 1 for block formats.
+        scale: The factor by which the numbers are too large, float32 without dims; 1 for block
+            formats.
     """
 
     rows: torch.Tensor
@@ -131,11 +132,12 @@ def quantize(x: torch.Tensor, to: Format, scale: torch.Tensor) -> torch.Tensor:
     """`x * scale` in 8 bits; what is too large saturates.
 
     Args:
-        x: Of any shape.
+        x: A tensor of any shape.
         to: e4m3 or e5m2.
         scale: float32 without dims.
     """
     assert to.dtype is not None
+    # Clamped first: PyTorch's cast to e5m2 makes infinity of what is too large (torch 2.13).
     scaled = x.float() * scale
     return scaled.clamp(-to.largest, to.largest).to(to.dtype)
 
@@ -157,7 +159,7 @@ def product(
     Args:
         a: [M, K], 8 bits or float32.
         b: [N, K], as a.
-        a_scale, b_scale: Of `Fp8Matrix`.
+        a_scale, b_scale: See `Fp8Matrix.scale`.
         dtype: What the sums are rounded to.
 
     Returns:
@@ -166,6 +168,8 @@ def product(
     Held by: tests/unit/test_fp8_products.py::test_the_emulated_product_is_that_of_scaled_mm
     """
     if a.dtype != torch.float32 and multiplies_in_fp8(a.device) and _in_whole_tiles(a, b):
+        # cuBLAS takes the first factor by rows and the second by columns, [M, K] and [K, N], and
+        # multiplies by scales where ours divide.
         return torch._scaled_mm(
             _contiguous(a),
             _contiguous(b).T,
@@ -173,6 +177,7 @@ def product(
             scale_b=1 / b_scale,
             out_dtype=dtype,
         )
+    # Numbers of 4 significant bits multiply exactly in float32; a GPU adds in another order.
     return ((a.float() @ b.float().T) / (a_scale * b_scale)).to(dtype)
 
 
@@ -238,7 +243,7 @@ class Scaling:
     Attributes:
         history: [history_length] float32, the amaxes of the last steps, newest first; 0 where there
             was none.
-        amax: Of this step so far, float32 without dims.
+        amax: The largest |x| of this step so far, float32 without dims.
     """
 
     def __init__(self, recipe: Recipe, to: Format, group: dist.ProcessGroup | None) -> None:
@@ -253,6 +258,8 @@ class Scaling:
     def scale(self) -> torch.Tensor:
         """What delayed scaling multiplies by in this step, float32 without dims."""
         assert isinstance(self.recipe, DelayedScaling)
+        # The maximum over the history, by default: after one quiet step the next must not overflow.
+        # In the first step the history is all 0, for which `scale_for` gives a scale of 1.
         amax = self.history[0] if self.recipe.amax == "most_recent" else self.history.max()
         return scale_for(amax, self.to, self.recipe.margin)
 
@@ -278,11 +285,15 @@ class Scaling:
             if self.history.device != x.device:
                 self.history = self.history.to(x.device)
                 self.amax = self.amax.to(x.device)
+            # The scale is known before x is: cast and amax are one pass over it. What has grown by
+            # more than the margin since the last steps saturates.
             scale = self.scale
             amax, data = _on(x, _amax_and_cast)(x, self.to, scale)
         if record:
-            # no `if`: a GPU would have to be waited for
+            # An amax that is not finite would make the scale 1 for a whole history: left out.
+            # where() and no `if`, for which a GPU would have to be waited for.
             finite = torch.where(amax.isfinite(), amax, torch.zeros_like(amax))
+            # The largest of all micro-batches of the step; it is used from the next step on.
             self.amax = torch.maximum(self.amax.to(x.device), finite)
         return Fp8Matrix(data, data, scale)
 
@@ -293,7 +304,12 @@ class Scaling:
 
 
 def _cast_both_ways(x: torch.Tensor, to: BlockFormat) -> Fp8Matrix:
-    """A float32 matrix with its blocks along rows, and with its blocks along columns."""
+    """A float32 matrix with its blocks along rows, and with its blocks along columns.
+
+    A block lies along the sum of a product, and the three products of a layer sum along different
+    dims. So each operand is cast twice, from the float32 numbers: the transpose of one cast is not
+    the other.
+    """
     columns = _cast_padded(x.T.contiguous(), to).T
     return Fp8Matrix(_cast_padded(x, to), columns, x.new_ones(()))
 
@@ -314,8 +330,8 @@ def reduced_amaxes(
 ) -> list[torch.Tensor]:
     """The largest of each over a group.
 
-    Communicates: one all-reduce of 4 bytes for each amax; nothing without a group, or with one of a
-        single rank.
+    Communicates: one all-reduce, of 4 bytes for each amax; nothing without a group, or with one of
+        a single rank.
 
     Args:
         amaxes: float32 without dims; not changed.
@@ -335,7 +351,7 @@ class Fp8Product:
     """The products of one linear layer in FP8; what `parallel.linear.linear` calls.
 
     Args:
-        name: Of the layer, as in the state dict.
+        name: The name of the layer, as in the state dict.
         recipe: Where scales come from.
         group: The ranks that share them.
     """
@@ -519,7 +535,7 @@ class Fp8:
             model: Changed in place, and back again.
 
         Raises:
-            ValueError: As for `convert`.
+            ValueError: See `convert`.
 
         Source: `fp8_autocast` of Transformer Engine, which takes the recipe and the group here.
         Held by: tests/unit/test_fp8_products.py::test_autocast_lasts_as_long_as_the_with
@@ -549,7 +565,8 @@ class Fp8:
     def finish_step(self) -> None:
         """Put the amaxes of this step into the histories; once after each optimizer step.
 
-        Communicates: with delayed scaling one all-reduce of 4 bytes for each operand of each layer.
+        Communicates: with delayed scaling one all-reduce, of 4 bytes for each operand of each
+            layer; otherwise nothing.
 
         Source: Transformer Engine, `FP8GlobalStateManager.reduce_and_update_fp8_tensors`, which
             puts the amaxes of all layers into one message as well; it sends those of the forward

@@ -61,9 +61,9 @@ class CastErrors:
 
     Args:
         count: Number of values.
-        underflows: Of them, not 0 before the cast and 0 after it.
-        overflows: Of them, too large to be rounded to the largest number of the format, which they
-            became all the same.
+        underflows: Number of values that are not 0 before the cast and 0 after it.
+        overflows: Number of values that are too large for the format, and became its largest
+            number.
         squares: Sum of the squares of the errors.
         scale_inv_min, scale_inv_max: Smallest and largest 1 / scale of the parts.
     """
@@ -162,10 +162,10 @@ class DebuggedFp8Product:
     """Stands for an `Fp8Product` while a layer is debugged.
 
     Args:
-        inner: Whose scales and histories are used.
+        inner: The product whose scales and histories are used.
         disabled: Products that run without FP8.
         per_tensor: {(gemm, tensor): powers of two left free} of operands with a scale of their own.
-        on_cast: Is told of every cast of a training step; None: nobody.
+        on_cast: Called for every cast of a training step; None: not called.
         plain: Computes the products without FP8.
     """
 

@@ -28,7 +28,7 @@ class Moments:
 
     Args:
         count: Number of values.
-        mean: Of them.
+        mean: The mean of the values.
         squares: Sum of (x - mean)^2.
         least, most: Smallest and largest value.
         l1: Sum of |x|.
@@ -87,7 +87,7 @@ def measure(x: torch.Tensor, names: Collection[str] = ()) -> Moments:
     """The sums of a tensor, in float64 if it is float64 and in float32 otherwise.
 
     Args:
-        x: Of any shape.
+        x: A tensor of any shape.
         names: The statistics that are wanted: what none of them needs stays as in `Moments()`.
             Empty: all.
     """

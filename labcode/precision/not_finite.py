@@ -51,7 +51,7 @@ class Finding:
     Args:
         order: (part of the step, stage, number, rank): a smaller one came first.
         module: Its dotted name in the whole model; "" is the model itself.
-        tensor: Which of its tensors, such as "output" or "gradient of the weight".
+        tensor: The name of one of its tensors, such as "output" or "gradient of the weight".
         microbatch: Its number on this rank, from 0; None outside of micro-batches.
         found: The tensor itself.
         went_in: What it was made of.

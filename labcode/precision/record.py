@@ -54,17 +54,17 @@ from labcode.precision.not_finite import (
 )
 
 FOLDER = "record"  # of a run
-MOST_VALUES = 2**20  # of a whole tensor, beyond which features are left out
+MOST_VALUES = 2**20  # features of a larger tensor are left out
 
 Places = list[torch.Tensor]  # for each dim the indices in the whole tensor
 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What the indices of a step are counted in.
+    """The sizes and indices that place this rank's tensors of a step in the whole ones.
 
     Args:
-        first_sample: Of the global batch, of each micro-batch of this rank.
+        first_sample: The place in the global batch of the first sample of each micro-batch.
         num_samples: The global batch, B.
         tokens: The whole sequence, S.
         own_tokens: This rank's part of it over cp.
@@ -96,9 +96,9 @@ class Recorder:
 
     Args:
         model: This rank's part.
-        folder: Of this run, seen by all ranks, made if it does not exist; None: nothing is written.
-        precision: A name of `train.dtype` but "auto": in what the products are computed.
-        most_values: Of a whole tensor, beyond which features are left out.
+        folder: A folder that all ranks see, made if it does not exist; None: nothing is written.
+        precision: The dtype of the products, a name of `train.dtype` but "auto".
+        most_values: The size of a whole tensor beyond which features are left out.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class Recorder:
         """Look at what runs within the block: one step's forward and backward.
 
         Args:
-            number: Of the optimizer step, from 1.
+            number: The number of the optimizer step, from 1.
             batches: The micro-batches of this rank.
-            loss_scale: By which the loss is multiplied; gradients are written without it.
+            loss_scale: The factor of the loss; gradients are written without it.
         """
         self._loss_scale = loss_scale
         self._entries = []
@@ -178,6 +178,8 @@ class Recorder:
         self._seen += 1
         if is_finite(tensor):
             return
+        # Sorting by it gives the first over all ranks: before, forward, backward, after; then by
+        # pipeline stage in the order in which data passes; then by the order on one rank. No clock.
         order = (part, self._stage(part, module), self._seen, self._grid.rank)
         amounts: list[Amount] = []
         for name, other in (went_in or {}).items():
@@ -192,7 +194,10 @@ class Recorder:
         return -stage if part == BACKWARD else stage
 
     def _number(self, name: str, what: str) -> int:
-        """Which micro-batch it is: each stage takes them in their order, in each direction."""
+        """The number of the micro-batch, by counting calls.
+
+        Each stage takes the micro-batches in their order, forward and backward, in all schedules.
+        """
         self._calls[name, what] += 1
         return self._calls[name, what] - 1
 
@@ -213,6 +218,8 @@ class Recorder:
             x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         ) -> torch.Tensor:
             y = product.forward(x, weight, bias)
+            # Activation checkpointing repeats forwards inside backward. They were noted already,
+            # and would shift the count of micro-batches.
             if not _in_backward():
                 parts = {"input": x, "weight": weight}
                 self._look(FORWARD, name, "own product", y, parts, self._number(name, "forward"))
@@ -297,7 +304,8 @@ class Recorder:
             return  # not a part of the sequence: heads inside attention, or the whole picture
         num_features, features = tensor.shape[2], torch.arange(tensor.shape[2])
         if is_cut:
-            # the full weights know a tied head by its own name, too
+            # The indices are cut like the weight, so that both never disagree (`boxes` does the
+            # same). The full weights know a tied head by its own name, too.
             dim = 0 if isinstance(module, ColumnParallelLinear) else 1
             num_features = self._model.full_weights[f"{name}.weight"].shape[dim]
             shard = replace(module.shards["weight"], dim=0)

@@ -8,7 +8,7 @@ backward sends gradients to the stage before.
     F   forward                          needs F of the stage before
     B   full backward: I and W in one    needs its own F, and I or B of the stage after
     I   backward for the input only      needs the same; the stage before waits for it alone
-    W   backward for the weights only    needs its own I; nobody waits for it
+    W   backward for the weights only    needs its own I; no action waits for it
 
     actions        Action, Message, and what an action waits for
     orders         the four schedules: gpipe, 1f1b, interleaved, zero_bubble

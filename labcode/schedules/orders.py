@@ -14,7 +14,9 @@ def _alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], warmup: int
 ) -> list[Action]:
     """First `warmup` forwards, then forward and backward in turn, then the backwards left."""
+    # Forward first in each pair: on the last rank, whose warm-up is 0, the backward needs it.
     order = list(forwards[:warmup])
+    # zip ends with the shorter list, the forwards: `warmup` backwards have no forward left
     for forward, backward in zip(forwards[warmup:], backwards):
         order.append(forward)
         order.append(backward)
@@ -40,6 +42,8 @@ def _1f1b(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: int
     """
     forwards = [Action("F", rank, i) for i in range(num_microbatches)]
     backwards = [Action("B", rank, i) for i in range(num_microbatches)]
+    # Simulated with p = 4, m = 8 and a backward of two forwards, this takes 33 forwards. One less
+    # on each rank takes 54; one more takes 33 too, and keeps activations for longer.
     warmup = min(num_ranks - 1 - rank, num_microbatches)
     return _alternate(forwards, backwards, warmup)
 
@@ -65,7 +69,8 @@ def _interleaved(
                 backwards.append(Action("B", backward_stage, i))
     # The first backward is that of the last chunk. Before it there are (v-1) p forwards of the
     # chunks below, and 2 (p-1-r) more until micro-batch 0 has gone from here to rank p-1 and its
-    # gradient has come back: one for each hop.
+    # gradient has come back: one for each hop. The price of the smaller bubble is memory: with
+    # p = 4 and v = 2 rank 0 keeps up to 11 forwards of half a rank's layers, 1F1B 4 of all of them.
     warmup = (stages_per_rank - 1) * num_ranks + 2 * (num_ranks - 1 - rank)
     return _alternate(forwards, backwards, min(warmup, len(forwards)))
 
@@ -75,14 +80,16 @@ def _zero_bubble(
 ) -> list[Action]:
     """1F1B with I in place of B; each W runs r micro-batches late, to fill the gaps at the end.
 
-    Nobody waits for a W, so it can run at any time. At the end of 1F1B rank r waits for r gradients
-    to pass it on their way to stage 0; the r weight gradients that it put off fill just these gaps.
-    The price: a micro-batch's activations are kept until its W, so that every rank keeps p of them,
-    as only rank 0 does with 1F1B.
+    No action waits for a W, so it can run at any time. At the end of 1F1B rank r waits for r
+    gradients to pass it on their way to stage 0; the r weight gradients that it put off fill just
+    these gaps. The price: a micro-batch's activations are kept until its W, so that every rank
+    keeps p of them, as only rank 0 does with 1F1B.
     """
+    # One more than in `_1f1b`: there the steady phase begins with a forward, the loop below with I.
     warmup = min(num_ranks - rank, num_microbatches)
     order = [Action("F", rank, i) for i in range(warmup)]
     for i in range(num_microbatches):
+        # I first, since the rank before waits for it.
         order.append(Action("I", rank, i))
         late = i - rank
         if late >= 0:
@@ -108,14 +115,14 @@ NAMES = tuple(_ORDERS)
 def schedule(
     name: str, num_stages: int, num_microbatches: int, num_ranks: int | None = None
 ) -> Actions:
-    """What every rank computes, in order; each rank can make the whole table, so nobody has to ask.
+    """What every rank computes, in order. Each rank makes the whole table, so none has to ask.
 
     Stage s is on rank s % num_ranks.
 
     Args:
         name: "gpipe", "1f1b", "interleaved" or "zero_bubble" (ZB-H1: 1F1B's memory, about a third
             of its bubble).
-        num_stages: As many as ranks; for "interleaved" any multiple, v stages on each rank.
+        num_stages: The number of ranks; for "interleaved" any multiple, v stages on each rank.
         num_microbatches: Any number; for "interleaved" a multiple of num_ranks.
         num_ranks: Ranks of the pipeline; None for as many as stages.
 

@@ -43,8 +43,7 @@ def ticks(actions: Actions, num_stages: int) -> dict[int, list[Action | None]]:
     return table
 
 
-# What is sent when an action is done: to the stage how far away, and what it is for that stage.
-# A W sends nothing.
+# {kind of action: (how many stages further its result goes, what it is there)}; a W sends nothing.
 _SENDS = {"F": (+1, "activation"), "B": (-1, "gradient"), "I": (-1, "gradient")}
 
 
@@ -54,13 +53,13 @@ def messages(table: Mapping[int, Sequence[Action | None]], num_stages: int) -> l
     A rank sends at most one message per tick. Between two stages on one rank nothing is sent.
 
     Args:
-        table: As `ticks` returns it.
-        num_stages: Of the whole pipeline.
+        table: What `ticks` returns.
+        num_stages: The number of stages of the whole pipeline.
     """
     # Both ends read the same list and post their sends and receives in its order, so they always
-    # agree on which message is which, and nobody waits in a circle. A message is listed right after
-    # the tick that made it, never when it is needed: the receiver posts its buffer early, and the
-    # bytes travel while it computes something else.
+    # agree on which message is which, and no ranks wait for each other in a circle. A message is
+    # listed right after the tick that made it, never when it is needed: the receiver posts its
+    # buffer early, and the bytes travel while it computes something else.
     computed = {}
     num_ticks = 0
     for rank, row in table.items():
@@ -75,7 +74,7 @@ def messages(table: Mapping[int, Sequence[Action | None]], num_stages: int) -> l
             step, kind = _SENDS[action.kind]
             to_stage = action.stage + step
             if not 0 <= to_stage < num_stages:
-                continue  # the first stage has nobody before it, the last one nobody after it
+                continue  # no stage before the first one, none after the last one
             to_rank = rank_of[to_stage]
             if to_rank != rank:
                 sent[tick].append(Message(rank, to_rank, kind, to_stage, action.microbatch))
@@ -100,8 +99,8 @@ class PipelinePlan:
     """A checked schedule with all that a runner needs of it, made once and read at every step.
 
     Args:
-        num_stages: Of the whole pipeline.
-        num_microbatches: Of one step.
+        num_stages: The number of stages of the whole pipeline.
+        num_microbatches: The number of micro-batches of one step.
         orders: `orders[rank]` is what the rank computes, in order.
         ticks: `ticks[rank][tick]` is the same with None where the rank waits.
         messages: `messages[tick]` is what is sent after the tick, between any ranks.
@@ -144,8 +143,8 @@ def make_plan(actions: Actions, num_stages: int, num_microbatches: int) -> Pipel
 
     Args:
         actions: The schedule.
-        num_stages: Of the whole pipeline.
-        num_microbatches: Of one step.
+        num_stages: The number of stages of the whole pipeline.
+        num_microbatches: The number of micro-batches of one step.
 
     Raises:
         ValueError: What `check_schedule` says is wrong with it.

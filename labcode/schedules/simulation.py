@@ -38,9 +38,9 @@ def simulate_order(
 
     Args:
         actions: The schedule.
-        num_stages: Of the whole pipeline.
+        num_stages: The number of stages of the whole pipeline.
         duration: Time of an action; 1 by default.
-        hop: Time of a message between two ranks. It delays the receiver and keeps nobody busy.
+        hop: Time of a message between two ranks. It delays the receiver and keeps no rank busy.
 
     Raises:
         ValueError: The schedule cannot run to its end; names the rank, the action and what it waits
@@ -49,7 +49,7 @@ def simulate_order(
     spans: dict[int, list[Span]] = {rank: [] for rank in sorted(actions)}
     done: dict[Action, _Done] = {}
     # Each rank runs ahead until it needs something that is not there yet. What it has done
-    # meanwhile may free others, so go round until a whole round moves nobody. No queue of events is
+    # meanwhile may free others, so repeat the round until no rank moves. No queue of events is
     # needed: times depend on the order within each rank and on what is waited for, not on the order
     # in which they are worked out here.
     moved = True
@@ -76,10 +76,16 @@ def _run_ahead(
     spans: list[Span],
     done: dict[Action, _Done],
 ) -> bool:
-    """Runs the next actions of one rank as far as their inputs are there.
+    """Run the next actions of one rank as far as their inputs are there.
 
     Args:
-        spans: Of this rank; what runs is added, here and to `done`.
+        rank: The rank.
+        order: Its actions, in order.
+        num_stages: The number of stages of the whole pipeline.
+        duration: Time of an action.
+        hop: Time of a message between two ranks.
+        spans: What the rank has run; grows here.
+        done: What all ranks have run; grows here.
 
     Returns:
         Whether any action ran.
@@ -97,7 +103,7 @@ def _run_ahead(
             start = max(start, arrival)
         stop = start + duration(action)
         spans.append(Span(action, start, stop))
-        # whoever waits for a backward asks for its I; a full backward has done both
+        # What waits for a backward names its I (`waits_for`); a full backward has done I and W.
         if action.kind == "B":
             done[action._replace(kind="I")] = _Done(stop, rank)
             done[action._replace(kind="W")] = _Done(stop, rank)
@@ -109,9 +115,11 @@ def _run_ahead(
 def _why_stuck(
     actions: Actions, num_stages: int, stuck: dict[int, Action], done: dict[Action, _Done]
 ) -> str:
-    """One line: the first rank that waits for ever, what for, and the circle of waiting ranks.
+    """One line: the first rank that waits forever, what for, and the circle of waiting ranks.
 
     Args:
+        actions: The schedule.
+        num_stages: The number of stages of the whole pipeline.
         stuck: For each rank that did not reach its end, the action that it cannot start.
         done: What could run.
     """
@@ -131,8 +139,8 @@ def _why_stuck(
         missing[rank] = need
         waits_on[rank] = rank_of.get(need)
 
-    # An action that nobody has is the cause itself; so name such a rank before one that only waits
-    # for another rank.
+    # An action that is on no rank is the cause itself, so name a rank that waits for one before a
+    # rank that only waits for another rank.
     without_a_rank = [rank for rank, other in waits_on.items() if other is None]
     first = min(without_a_rank or stuck)
     other = waits_on[first]
@@ -178,7 +186,7 @@ def _circle(first: int, waits_on: dict[int, int | None]) -> list[int]:
 
 
 def check_schedule(actions: Actions, num_stages: int, num_microbatches: int) -> None:
-    """Refuses a schedule that would hang or compute something twice, before any process runs it.
+    """Refuse a schedule that would hang or compute something twice, before any process runs it.
 
     Every (stage, micro-batch) has one F and one B, or one F, one I and one W; each stage is on one
     rank; and when simulated in order, each rank reaches the end of its list: no receive without its

@@ -5,7 +5,7 @@
 When a rank dies, torchrun ends the others and starts all of them again with the same command. That
 command may say that the folder of the run must be new, and the folder is not new any more. So an
 attempt notes its folder in the store of torchrun, which outlives the ranks, and the next attempt
-goes on in it. A folder that no attempt has noted is somebody else's, as ever.
+resumes in it. A folder that no attempt has noted belongs to another run, as without restarts.
 
 Held by: tests/ranks/test_restarts.py
 """
@@ -24,7 +24,7 @@ STORE_S = 15.0  # how long the store of torchrun may take to answer
 _FOLDER = "folder"  # its key
 
 
-def goes_on(config: Config, place: Place) -> Config:
+def resumed_config(config: Config, place: Place) -> Config:
     """The config of this attempt: it resumes in the folder that an earlier one has noted, if any.
 
     A run that writes no checkpoints begins again from its first step, in the same folder.
@@ -33,8 +33,8 @@ def goes_on(config: Config, place: Place) -> Config:
     only to the store: the agents of several nodes do not count alike.
 
     Args:
-        config: As the command line has it.
-        place: Of this process.
+        config: The config of the command line.
+        place: Where this process stands.
     """
     if not place.has_agent:
         return config

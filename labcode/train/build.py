@@ -1,4 +1,4 @@
-"""From a config to all that a run trains with, built once."""
+"""From a config to everything that a run trains with, built once."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,27 +35,29 @@ from labcode.train.tasks import Task
 
 @dataclass(frozen=True)
 class Training:
-    """All that one rank trains with. The fields stay; weights, optimizer and counts move on.
+    """Everything that one rank trains with.
+
+    The fields are set once; weights, optimizer state and counters inside them change.
 
     Args:
         config: The run, checked against the number of ranks.
         world: This process, its device and backend.
         grid: The process groups.
         task: The model and its data.
-        precision: In which numbers it computes.
-        matmul_flops_per_s: That a large product reaches here; on rank 0.
+        precision: The dtypes in which it computes.
+        matmul_flops_per_s: What a large matrix product reaches here; None on all ranks but 0.
         accumulation: Micro-batches of a step.
         optim: The settings of the optimizer, for this batch.
-        batches: Which samples of each step are this dp rank's, and how far it is.
+        batches: The samples of this dp rank in each step, and the position in them.
         loader: What brings them to the device.
         ranges: The clock of the parts of a step.
         model: This rank's part.
-        optimizer: Of its weights.
-        fp8: What lets linear layers compute in 8 bits, or None.
-        guard: What judges gradients.
+        optimizer: The optimizer of this rank's weights.
+        fp8: Scales and histories of linear layers in 8 bits, or None.
+        guard: Decides whether the gradient of a step is bad.
         scaler: The loss scale of float16, or None.
-        noise: What measures the gradient noise scale, or None.
-        outer: What copies that train alone do together, or None.
+        noise: Measures the gradient noise scale, or None.
+        outer: The optimizer that averages copies which train alone, or None.
         debugging: The tools of `config.debug`.
         state: All of it that a checkpoint holds.
         steps_before: Optimizer steps before this process began.
@@ -99,9 +101,7 @@ class Training:
         return self.steps_done >= self.config.train.steps
 
     def is_due(self, every: int) -> bool:
-        """Whether something that happens every so many steps, and after the last one, happens
-        now.
-        """
+        """Whether something is due that happens every `every` steps and after the last one."""
         if self.steps_done == self.config.train.steps:
             return True
         return every > 0 and self.steps_done % every == 0
@@ -133,11 +133,13 @@ def build(
     precision = pick_precision(settings.dtype, world.device)
     set_matmul_precision(precision, world.device)
     speed = None
-    if world.place.rank == 0:  # which writes the metrics; before the model takes its memory
+    # Rank 0 writes the metrics. It measures before the model takes its memory.
+    if world.place.rank == 0:
         speed = matmul_flops_per_s(world.device, precision.matmul)
     accumulation = settings.accumulation(grid.size("dp"))
 
-    # before the model, which may take minutes: a batch may be too large for the data
+    # Before the model, which may take minutes to build: the batch may be too large for the data.
+    # What can fail on one rank alone runs under `on_every_rank`, so that all ranks end together.
     batches = on_every_rank(lambda: _batches(config, grid, task))
     loader = on_every_rank(
         lambda: Loader(
@@ -145,6 +147,7 @@ def build(
         )
     )
     fp8 = _fp8(config, grid)
+    # Before the model, whose gradients belong to the stream that was current when it was built.
     if settings.cuda_graphs and world.device.type == "cuda":
         leave_default_stream()
     ranges = StepRanges(on_gpu=world.device.type == "cuda")
@@ -152,17 +155,20 @@ def build(
     model.ranges = ranges
     optim = config.optim.for_batch(settings.global_batch)
     optimizer = on_every_rank(lambda: _optimizer(config, grid, model, optim))
-    guard = _guard(settings)
+    guard = Guard(
+        settings.on_bad_step, settings.spike_factor, settings.bad_in_a_row, settings.bad_in_all
+    )
     scaler = LossScaler() if precision.scales_loss else None
     noise = _noise(config, grid, model, accumulation)
     debugging = Debugging(config.debug, model, world.device, precision.name)
     state = RunState(model, optimizer, batches, world.device, guard, scaler, noise, fp8)
+    # After everything that a checkpoint holds exists: reading fills it in place.
     if start:
         checkpoints = Checkpoints(config, grid, start.parents[1], task.data_sha256)
         checkpoints.load(state, start)
         model.gather_parameters()  # under ZeRO each rank has read its own rows
     elif settings.start_from:
-        on_every_rank(lambda: _start(config, task, model))
+        on_every_rank(lambda: _read_start(config, task, model))
         model.gather_parameters()
     return Training(
         config=config,
@@ -182,7 +188,8 @@ def build(
         guard=guard,
         scaler=scaler,
         noise=noise,
-        outer=_outer(config, grid, model),  # of the weights that were read
+        # Last, because it copies the weights: those of the checkpoint, where one was read.
+        outer=_outer(config, grid, model),
         debugging=debugging,
         state=state,
         steps_before=batches.step,
@@ -200,8 +207,8 @@ def _batches(config: Config, grid: Grid, task: Task) -> Batches:
     )
 
 
-def _start(config: Config, task: Task, model: ParallelModel) -> None:
-    """Fill this rank's part with the weights of somebody else's checkpoint."""
+def _read_start(config: Config, task: Task, model: ParallelModel) -> None:
+    """Fill this rank's part with the weights of a checkpoint from elsewhere (`start_from`)."""
     open_start(config, task.model_config, task.tokenizer).read_into(model)
 
 
@@ -242,7 +249,7 @@ def _model(
 
 
 def _fp8(config: Config, grid: Grid) -> Fp8 | None:
-    """What lets the linear layers compute in 8 bits, where that is asked for."""
+    """FP8 for the linear layers, if the config asks for it."""
     if config.train.dtype != "fp8":
         return None
     groups = {"all": ("dp", "cp", "tp"), "tp": ("tp",), "none": ()}
@@ -259,7 +266,7 @@ def _optimizer(
 
 
 def _outer(config: Config, grid: Grid, model: ParallelModel) -> OuterOptimizer | None:
-    """What the copies of the model do together, where each trains alone."""
+    """The optimizer that averages the copies of the model, if each trains alone."""
     local = config.local
     if not local.steps:
         return None
@@ -270,7 +277,7 @@ def _outer(config: Config, grid: Grid, model: ParallelModel) -> OuterOptimizer |
 def _noise(
     config: Config, grid: Grid, model: ParallelModel, accumulation: int
 ) -> NoiseScale | None:
-    """What measures the gradient noise scale, where that is asked for."""
+    """The measurement of the gradient noise scale, if the config asks for it."""
     if not config.train.noise_scale:
         return None
     num_microbatches = accumulation * grid.size("dp")
@@ -278,15 +285,8 @@ def _noise(
     return NoiseScale(params, config.train.global_batch, num_microbatches, grid.group("dp"))
 
 
-def _guard(settings: TrainConfig) -> Guard:
-    """What judges the gradients of a run."""
-    return Guard(
-        settings.on_bad_step, settings.spike_factor, settings.bad_in_a_row, settings.bad_in_all
-    )
-
-
 def _reduce_dtype(settings: TrainConfig) -> torch.dtype | None:
-    """In which gradients are summed over dp; None: as they are."""
+    """The dtype in which gradients are summed over dp; None: their own."""
     return None if settings.reduce_dtype == "float32" else getattr(torch, settings.reduce_dtype)
 
 

@@ -5,7 +5,7 @@ import signal
 import time
 
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
-PATIENCE_S = 3.0  # whoever presses Ctrl-C again after this time wants the end at once
+PATIENCE_S = 3.0  # a second Ctrl-C after this time ends the process at once
 
 
 class CtrlC:
@@ -24,12 +24,12 @@ class CtrlC:
         self._may_raise = True
 
     def listen(self) -> None:
-        """From now on SIGINT means this; where it is ignored, as in the background, it stays so."""
+        """Install the handler of SIGINT, unless it is ignored, as in a background job."""
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._hear)
 
     def stop_raising(self) -> None:
-        """From now on a Ctrl-C is remembered only: the run is about to end anyway."""
+        """Only remember a Ctrl-C from now on: the run is about to end anyway."""
         self._may_raise = False
 
     def _hear(self, _number: int, _frame: object) -> None:
@@ -43,7 +43,7 @@ class CtrlC:
             os._exit(INTERRUPTED)
 
 
-def is_behind(error: BaseException) -> bool:
+def caused_by_ctrl_c(error: BaseException) -> bool:
     """Whether Ctrl-C is the cause of an error, such as that of a library which was interrupted."""
     link: BaseException | None = error
     while link is not None:

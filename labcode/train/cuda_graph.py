@@ -5,7 +5,7 @@ to start one. The GPU waits. A CUDA graph is recorded once; after that one call 
 and Python is not asked again. What was recorded is addresses, not values:
 
     inputs       copied into the same memory at each step
-    gradients    written to the same memory, so `.grad` is put back after the optimizer let go of it
+    gradients    written to the same memory, so `.grad` is set again after zero_grad dropped it
     loss scale   a tensor, because a number would be recorded as it was
 
 Nothing inside may wait for the GPU or change its shape.
@@ -24,7 +24,7 @@ WARM_UP = 3  # steps before the recording: libraries choose their kernels, the a
 
 
 def leave_default_stream() -> None:
-    """Go on on a stream of one's own, before the model is built.
+    """Make a stream of its own the current one, before the model is built.
 
     Autograd adds up the gradient of a weight on the stream on which its node was made. A recording
     that needs the default stream for it is ended by CUDA (cudaErrorStreamCaptureImplicit).
@@ -36,7 +36,7 @@ class GraphedStep:
     """`forward_backward` of a model that is alone on its GPU, recorded at the first call.
 
     Args:
-        model: Whose gradients are computed; nobody averages them.
+        model: The model whose gradients are computed; they are not averaged.
     """
 
     def __init__(self, model: ParallelModel) -> None:

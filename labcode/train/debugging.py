@@ -18,7 +18,7 @@ from labcode.parallel.model import Batch, ParallelModel
 from labcode.precision.debug_config import Block
 from labcode.precision.record import FOLDER as RECORD
 from labcode.precision.record import Recorder
-from labcode.train.second_look import SecondLook
+from labcode.train.step_replay import StepReplay
 
 if TYPE_CHECKING:
     from labcode.precision.debug import Debugger
@@ -30,13 +30,13 @@ class Debugging:
     """The tools of a run; what is not asked for does nothing.
 
     Args:
-        settings: Of the run.
+        settings: The debug settings of the run.
         model: This rank's part.
         device: Where it computes.
         precision: A name of `train.dtype` but "auto".
 
     Raises:
-        ValueError: As of `Features`.
+        ValueError: See `Features`.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class Debugging:
         self._settings = settings
         self._model = model
         self._precision = precision
-        self.second_look = SecondLook(model, device) if settings.probe else None
+        self.replay = StepReplay(model, device) if settings.probe else None
         self._features = Features(settings, model) if settings.config else None
         self._recorder: Recorder | None = None
         self.say: Callable[[str], None] = _say_nothing
 
     def open(self, out: Path | None, steps_done: int, say: Callable[[str], None]) -> None:
-        """From now on write into the folder of the run.
+        """Begin to write into the folder of the run.
 
         Args:
             out: The folder; None: nothing is written.
-            steps_done: Of the run.
+            steps_done: The number of steps that the run has done.
             say: Prints a line of its log.
         """
         self.say = say
@@ -74,16 +74,16 @@ class Debugging:
         """Around the forward and backward of a step that may be recorded.
 
         Args:
-            number: Of the step, from 1.
+            number: The number of the step, from 1.
             batches: The micro-batches of this rank.
-            loss_scale: By which the loss is multiplied.
+            loss_scale: The factor of the loss.
         """
         if self._recorder is None or not self.records(number):
             return contextlib.nullcontext()
         return self._recorder.step(number, batches, loss_scale)
 
     def before_update(self) -> None:
-        """The gradients of a step are there."""
+        """Called when the gradients of a step are there, before the optimizer."""
         if self._features:
             self._features.step()
 
@@ -97,7 +97,7 @@ class Features:
     """`debug.config`: checked when it is made, and opened with the folder of the run.
 
     Args:
-        settings: With a config.
+        settings: The debug settings of the run, with a `config`.
         model: This rank's part.
 
     Raises:
@@ -119,7 +119,7 @@ class Features:
         self._writer: Any = None
 
     def open(self, out: Path, steps_done: int) -> None:
-        """From now on look at the layers and write."""
+        """Begin to inspect the layers, and to write what is found."""
         from labcode.precision.debug import Debugger, Reduction
 
         settings = self._settings
@@ -161,7 +161,7 @@ class Features:
 
 
 def _say_nothing(_line: str) -> None:
-    """What a run says that nobody listens to."""
+    """Say nothing: the default of a run without a log."""
 
 
 def _check_installed() -> None:

@@ -31,15 +31,16 @@ def check(model: ParallelModel, optimizer: torch.optim.Optimizer | None = None) 
 
     Args:
         model: This rank's part.
-        optimizer: Whose state is checked as well; None checks the weights alone.
+        optimizer: The optimizer whose state is checked too; None: the weights alone are checked.
 
     Raises:
         Diverged: On every rank, with the name of the first weight, its rank and pipeline stage.
     Held by: tests/ranks/test_finite.py
     """
+    # First one number, which is nearly always 0; texts only where something is wrong.
     own = None if _all_finite(model, optimizer) else _first_that_is_not(model, optimizer)
     found = torch.tensor(0 if own is None else 1)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    dist.all_reduce(found, dist.ReduceOp.MAX)  # on the CPU, over gloo
     if found.item() == 0:
         return
     texts: list[str | None] = [None] * dist.get_world_size()
@@ -52,7 +53,7 @@ def check_loss(name: str, loss: float) -> None:
     """Check a loss that is the same on every rank, such as that of a validation.
 
     Args:
-        name: As it is called in the metrics.
+        name: Its name in the metrics.
         loss: Mean over all ranks.
 
     Raises:

@@ -25,8 +25,8 @@ class Guard:
     Args:
         rule: What is done about a bad step: "stop", "skip" or "rollback".
         spike_factor: 0: no norm that is finite is bad.
-        in_a_row: So many bad steps one after another end the run.
-        in_all: So many bad steps in the whole run end it.
+        in_a_row: More bad steps than this one after another end the run.
+        in_all: More bad steps than this in the whole run end it.
 
     Attributes:
         bad_steps: How many there were in the whole run.
@@ -79,10 +79,13 @@ class Guard:
         return reason
 
     def _reason(self, grad_norm: float) -> str:
+        """Why a norm is bad; "" if it is good."""
         if not math.isfinite(grad_norm):
             return f"the gradient norm is {grad_norm}"
         if not self.spike_factor or len(self._norms) < FEWEST:
             return ""
+        # The median, not the mean: one spike that was let through would raise a mean, and hide the
+        # next one. Bad norms do not enter the window at all.
         median = statistics.median(self._norms)
         if grad_norm <= self.spike_factor * median:
             return ""

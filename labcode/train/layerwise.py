@@ -10,7 +10,7 @@ import torch
 from pytorch_optimizer import LARS as LARS  # re-exported, beside the one below
 from pytorch_optimizer import Lamb
 
-LOOKED_AT = ("weight_norm", "adam_norm", "trust_ratio")
+DISPLAYED = ("weight_norm", "adam_norm", "trust_ratio")
 
 
 class LAMB(Lamb):
@@ -21,7 +21,7 @@ class LAMB(Lamb):
     Args:
         params: Groups; one with `"adam": True` is not rescaled.
         lr: Learning rate.
-        betas: Of m and v.
+        betas: Decay rates of m and v.
         foreach: One kernel for each operation on all weights.
 
     The package would divide `lr` by 1 - beta1^t, which is Adam's correction of m. Here the length
@@ -45,9 +45,9 @@ class LAMB(Lamb):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update. What the package notes of it for onlookers is no state, and is not kept."""
+        """One update. The package stores norms for display in the state; they are removed."""
         loss = super().step(closure)
         for state in self.state.values():
-            for key in LOOKED_AT:
+            for key in DISPLAYED:
                 state.pop(key, None)
         return loss

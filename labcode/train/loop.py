@@ -1,4 +1,4 @@
-"""The training loop: a `for` over steps, and those who look on.
+"""The training loop: a loop over steps, and its observers.
 
     training = build(config, world, grid, task)      # train/build.py
     fit(training, observers_of(training, out))       # train/observers/
@@ -22,7 +22,7 @@ def fit(training: Training, observers: Sequence[Observer]) -> str:
 
     Args:
         training: What it trains with.
-        observers: Who is told of each step, in this order.
+        observers: They are told of each step, in this order.
 
     Returns:
         Why it stopped before its last step; "" if it did not.
@@ -33,6 +33,8 @@ def fit(training: Training, observers: Sequence[Observer]) -> str:
     """
     step = TrainStep(training)
     try:
+        # Every observer is asked, not only up to the first reason: some communicate, and all ranks
+        # must make the same calls.
         stopped_by = _first([observer.begin() for observer in observers])
         while not training.is_done and not stopped_by:
             with contextlib.ExitStack() as around:
@@ -41,10 +43,12 @@ def fit(training: Training, observers: Sequence[Observer]) -> str:
                 done = step()
             stopped_by = _first([observer.after(done) for observer in observers])
     finally:
+        # After an error too; the last one that began ends first, as with nested `with` blocks.
         for observer in reversed(observers):
             observer.end()
     if not stopped_by:
-        with StopSignals():  # what is left is short, and would have to be done again
+        # A signal is held back: what is left is short, and would have to be done again.
+        with StopSignals():
             for observer in observers:
                 observer.finish()
     return stopped_by

@@ -40,7 +40,7 @@ class LossScaler:
         growth_interval: Steps in a row without an overflow after which it is doubled.
 
     Attributes:
-        scale: By which the loss is multiplied now.
+        scale: The factor of the loss now.
         overflows: How many steps of the whole run were left out.
     """
 
@@ -54,7 +54,7 @@ class LossScaler:
         """Divide all gradients by the scale, unless they have overflowed; their true norm.
 
         Args:
-            params: Of this rank.
+            params: This rank's weights.
             scaled_norm: 2-norm of the whole model's gradient, as backward has left it.
         """
         if math.isfinite(scaled_norm):
@@ -69,7 +69,7 @@ class LossScaler:
 
         Args:
             norm: 2-norm of the whole model's gradient.
-            loss: Of the whole batch, unscaled.
+            loss: The loss of the whole batch, unscaled.
         """
         return not math.isfinite(norm) and math.isfinite(loss) and self.scale > LEAST
 
@@ -77,12 +77,13 @@ class LossScaler:
         """Choose the scale of the next step."""
         if overflowed:
             self.overflows += 1
-            self.scale /= 2
+            self.scale /= 2  # the step is lost; the next one tries a smaller scale
             self._good_in_a_row = 0
             return
         self._good_in_a_row += 1
         if self._good_in_a_row == self.growth_interval:
             self._good_in_a_row = 0
+            # The scaled loss is float32, so a scale beyond its range would be infinite itself.
             if self.scale * 2 <= torch.finfo(torch.float32).max:
                 self.scale *= 2
 

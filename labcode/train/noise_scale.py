@@ -82,7 +82,7 @@ class NoiseScale:
     Args:
         params: The weights of this rank, whole; those that are frozen do not count.
         global_batch: Samples of a step.
-        num_microbatches: Of a step, over all ranks, of equal size.
+        num_microbatches: The number of micro-batches of a step over all ranks, of equal size.
         group: The ranks that share a global batch.
 
     Source: McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1.
@@ -102,13 +102,15 @@ class NoiseScale:
         self._steps = 0
         self._square = 0.0
         self._variance = 0.0
+        # A tensor hook sees the gradient of one backward. A hook after accumulation would see the
+        # sum with the micro-batches before.
         trained = [param for param in params if param.requires_grad]
         device = trained[0].device
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         for param in trained:
-            param.register_hook(self._see)
+            param.register_hook(self._add_square)
 
-    def _see(self, grad: torch.Tensor) -> None:
+    def _add_square(self, grad: torch.Tensor) -> None:
         """Add the squared norm of a weight's gradient in one micro-batch."""
         self._sum += torch.linalg.vector_norm(grad.detach()).double().square()
 
@@ -117,7 +119,7 @@ class NoiseScale:
 
         Args:
             grad_norm: 2-norm of the mean gradient of the global batch, without the loss scale.
-            loss_scale: By which each micro-batch's gradient was multiplied.
+            loss_scale: The factor of each micro-batch's gradient.
             keep: False forgets the step, whose gradient is bad.
         """
         total = self._sum.clone()

@@ -1,4 +1,4 @@
-"""What the loop tells those who look on."""
+"""What the loop tells its observers."""
 
 import contextlib
 
@@ -6,9 +6,9 @@ from labcode.train.step import Step
 
 
 class Observer:
-    """Looks on while a run trains. All ranks have the same ones, and the loop tells them in order.
+    """Watches a run. All ranks have the same observers, and the loop tells them in order.
 
-    What one does not care about it inherits, and nothing happens.
+    Each method does nothing here; an observer overrides those that it needs.
     """
 
     def begin(self) -> str:
@@ -19,7 +19,7 @@ class Observer:
         """Around a step.
 
         Args:
-            number: Of the step, from 1.
+            number: The number of the step, from 1.
         """
         del number
         return contextlib.nullcontext()

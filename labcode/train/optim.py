@@ -39,13 +39,15 @@ def make_optimizer(
             ZeroRedundancyOptimizer; None: this rank keeps that of all `params`.
 
     Raises:
-        ValueError: LAMB or LARS is asked for and pytorch-optimizer is not installed.
+        ValueError: The config names LAMB or LARS, and pytorch-optimizer is not installed.
 
     Source: Loshchilov and Hutter 2017 (arXiv:1711.05101); Brown et al. 2020 (arXiv:2005.14165),
     appendix B.
     """
     if config.name != "adamw":
         return _make_layerwise(params, config)
+    # Told apart by dims, not by name: biases and norms are vectors in every model. ZeRO's rows of a
+    # matrix still have two dims, and those of a vector have one.
     trained = [param for param in params if param.requires_grad]
     matrices = [param for param in trained if param.dim() >= 2]
     vectors = [param for param in trained if param.dim() < 2]
@@ -94,15 +96,17 @@ def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
         after     min_lr + (lr - min_lr) * (1 + cos(pi * t)) / 2,   t from 0 to 1 over the rest
 
     Args:
-        step: Of the run.
-        total_steps: Of the run.
-        config: With the rates of the run's batch (`OptimConfig.for_batch`).
+        step: The number of the step, from 0.
+        total_steps: The number of steps of the run.
+        config: The settings with the rates of the run's batch (`OptimConfig.for_batch`).
 
     Source: Loshchilov and Hutter 2016 (arXiv:1608.03983), equation 5, without restarts.
     """
+    # step + 1, so that the first step has a rate above 0, and the last of the warm-up the full one
     warmup = min(config.warmup_steps, total_steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
+    # 0 in the first step after the warm-up, 1 in the last step of the run
     t = (step - warmup) / max(1, total_steps - 1 - warmup)
     half_cosine = (1 + math.cos(math.pi * min(1.0, t))) / 2
     return config.min_lr + (config.lr - config.min_lr) * half_cosine
@@ -112,21 +116,24 @@ def clip_gradients(params: Iterable[nn.Parameter], norm: float, max_norm: float)
     """Scale all gradients down together so that their joint 2-norm is at most `max_norm`.
 
     Args:
-        params: Of this rank.
+        params: This rank's weights.
         norm: The 2-norm of the whole model's gradient (`ParallelModel.gradient_norm`), so that all
             ranks scale by the same factor.
         max_norm: 0 leaves the gradients as they are.
 
     Source: Pascanu et al. 2013 (arXiv:1211.5063), section 3.2.
     """
+    # PyTorch's clip_grad_norm_ takes the norm of the gradients that it is given: under tp, pp and
+    # ZeRO another one on each rank. It also divides by norm + 1e-6; this does not.
     if max_norm and norm > max_norm:
         scale_gradients(params, max_norm / norm)
 
 
 def scale_gradients(params: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply all gradients of this rank, of which there may be none: a pipeline stage that is
-    frozen as a whole has no gradient.
+    """Multiply all gradients of this rank by a factor.
+
+    There may be none: a pipeline stage that is frozen as a whole has no gradient.
     """
     grads = [param.grad for param in params if param.grad is not None]
-    if grads:  # or foreach raises
+    if grads:  # foreach raises for an empty list
         torch._foreach_mul_(grads, factor)

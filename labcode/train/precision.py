@@ -29,9 +29,10 @@ class Precision:
     """The dtypes of a run.
 
     Args:
-        name: As in `train.dtype`, never "auto".
-        matmul: In which matrix products are computed.
-        wide: Of the weights, of floating-point data, and of all that autocast leaves alone.
+        name: The name in `train.dtype`, never "auto".
+        matmul: The dtype of matrix products.
+        wide: The dtype of the weights, of floating-point data, and of all that autocast leaves
+            alone.
     """
 
     name: str
@@ -75,6 +76,8 @@ def pick_precision(name: str, device: torch.device) -> Precision:
     if name == "tf32":
         _check_tf32(device)
         return Precision(name, torch.float32, torch.float32)
+    # The names that are left are those of torch's dtypes. 16 bits are for products alone: as a
+    # weight, 1 + 0.001 would be 1 in bfloat16, and the update would be lost.
     matmul = getattr(torch, name)
     wide = torch.float64 if matmul == torch.float64 else torch.float32
     return Precision(name, matmul, wide)
@@ -95,7 +98,7 @@ def _check_tf32(device: torch.device) -> None:
 def set_matmul_precision(precision: Precision, device: torch.device) -> None:
     """Let float32 products on a GPU use TF32, or not; a CPU is left as it is.
 
-    This is a setting of the whole process, so each run makes it anew. PyTorch has two interfaces
+    This is a setting of the whole process, so each run sets it again. PyTorch has two interfaces
     for it. The newer one, `torch.backends.cuda.matmul.fp32_precision`, makes the older one raise
     whenever it is asked, and torch.compile asks it (pytorch issue 166387). This one sets both.
     """

@@ -32,7 +32,7 @@ from labcode.train.build import Training, build, build_meta
 from labcode.train.capacity import check_memory, shared_memory
 from labcode.train.checkpoint.hub_files import open_start
 from labcode.train.checkpoint.store import Checkpoints
-from labcode.train.ctrl_c import CtrlC, is_behind
+from labcode.train.ctrl_c import CtrlC, caused_by_ctrl_c
 from labcode.train.failure import RefusedError
 from labcode.train.loop import fit
 from labcode.train.observer import Observer
@@ -87,7 +87,7 @@ def run(
         )
         watch = HangWatch(parallel.collective_timeout_s)
         watch.start()
-        config = attempts.goes_on(config, place)
+        config = attempts.resumed_config(config, place)
         folder = RunFolder(config)
         ready = set_up(config, world, shape, folder, signals, watch, opened)
         with Answers(ready.out, lambda: ready.training.steps_done):
@@ -292,7 +292,7 @@ def _code_after(
         The exit code of this rank; None for a bug, whose traceback is wanted.
     """
     is_lost_peer = failure.is_lost_peer(error)
-    was_broken_off = is_behind(error)
+    was_broken_off = caused_by_ctrl_c(error)
     if was_broken_off or ctrl_c.heard:
         if not was_broken_off and not is_lost_peer:
             traceback.print_exception(error)  # it may be a bug that has nothing to do with Ctrl-C

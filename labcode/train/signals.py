@@ -19,18 +19,19 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def listen(self) -> None:
-        """Begin to remember, for good: a process that has done its work is not to die of a signal
-        that a job script repeats until it has ended.
+        """Begin to remember signals, until the process ends.
+
+        A process that has done its work must not die of a signal that a job script repeats.
         """
         for number in SIGNALS:
             self._listen_to(number)
 
     def listen_where_ignored(self) -> None:
-        """Begin to remember what this process was started to ignore, before torch is imported.
+        """Begin to remember the signals that this process was started to ignore.
 
-        `labcode/slurm/script/hand_down.sh` starts ranks that way: a request that comes while they
-        start is not to kill them, and is not to be forgotten. Elsewhere a signal ends a process
-        that is still starting, at once.
+        Called before torch is imported. `labcode/slurm/script/hand_down.sh` starts ranks that way:
+        a request that comes while they start must neither kill them nor be forgotten. Without it a
+        signal ends a process that is still starting, at once.
         """
         for number in SIGNALS:
             if signal.getsignal(number) is signal.SIG_IGN:
@@ -38,13 +39,15 @@ class StopSignals:
 
     def _listen_to(self, number: int) -> None:
         is_main = threading.current_thread() is threading.main_thread()
-        # a thread cannot listen to signals
+        # Python lets only the main thread set a handler.
         if is_main and number not in self._before:
             self._before[number] = signal.signal(number, self._hear)
 
     def ignore(self) -> None:
-        """The process ends by itself now. Python, while it ends, gives a signal that it has handled
-        its old meaning again, which is to kill, but leaves one alone that is ignored.
+        """Ignore the signals, because the process ends by itself now.
+
+        While Python ends, it restores the default of each signal that it has handled, which is to
+        kill; a signal that is ignored stays ignored.
 
         Held by: tests/ranks/test_checkpoint.py::test_a_signal_does_not_kill_a_rank_that_is_ending
         """
@@ -59,7 +62,7 @@ class StopSignals:
         self.stop()
 
     def stop(self) -> None:
-        """Signals mean what they meant before."""
+        """Restore the handlers that were there before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -22,7 +22,7 @@ class Step(NamedTuple):
         grad_norm: 2-norm of the whole model's gradient, before clipping; with local steps that of
             this rank's copy.
         lr: Learning rate.
-        left_out: Why its update was left out because the step is bad; "" if it is not.
+        left_out: Why the step is bad and its update was left out; "" if it was not.
         rescaled: Whether its update was left out because the loss scale was too large for float16.
     """
 
@@ -54,22 +54,26 @@ class TrainStep:
                 weights are as before the step.
         """
         training = self.training
+        # Computed at each step from the number of the step alone, so that a resumed run needs no
+        # state of a schedule.
         lr = learning_rate(training.steps_done, training.config.train.steps, training.optim)
         for group in training.optimizer.param_groups:
             group["lr"] = lr
         with training.ranges("data"):
             batches = training.loader.take(training.steps_done)
         loss_scale = training.scaler.scale if training.scaler else 1.0
-        if training.debugging.second_look:
-            training.debugging.second_look.begin()
+        if training.debugging.replay:
+            training.debugging.replay.begin()
         loss = self._forward_backward(batches, loss_scale)
         training.debugging.before_update()
         with training.ranges("optimizer"):
             step = self._update(batches, loss, loss_scale, lr)
+        # Both are collectives, so they run after a step that was left out as well: all ranks have
+        # left it out, since they judge the same norm.
         training.model.gather_parameters()
         training.model.rebalance()
         training.ranges.end_step()
-        # only now: a step that was broken off does not count
+        # Only now: a step that an error ended does not count, and is read again after a resume.
         training.batches.advance()
         self._average_if_due()
         return step
@@ -91,11 +95,12 @@ class TrainStep:
         training = self.training
         params = training.model.weights.values()
         grad_norm = training.model.gradient_norm().item()
-        self._look_again_if_bad(batches, loss, grad_norm)
+        self._replay_if_bad(batches, loss, grad_norm)
         rescaled = False
         if training.scaler:
             grad_norm, rescaled = self._unscale(training.scaler, grad_norm, loss)
-        # with local steps a copy cannot leave one out that the others take
+        # After unscaling, since the guard compares true norms. An overflow of float16 is no bad
+        # step. And with local steps a copy cannot leave out a step that the others take.
         left_out = "" if rescaled or training.outer else training.guard.judge(grad_norm)
         keep = not left_out and not rescaled
         if training.noise:
@@ -104,24 +109,22 @@ class TrainStep:
             clip_gradients(params, grad_norm, training.config.optim.clip_norm)
             training.optimizer.step()
         if training.fp8:
-            training.fp8.finish_step()
+            training.fp8.finish_step()  # amaxes of a bad step count too: they are finite
         training.optimizer.zero_grad(set_to_none=True)
         return Step(loss, grad_norm, lr, left_out, rescaled)
 
-    def _look_again_if_bad(
-        self, batches: list[Batch], loss: torch.Tensor, grad_norm: float
-    ) -> None:
-        """Run a bad step once more with a probe, where that is asked for, and tell what it found.
+    def _replay_if_bad(self, batches: list[Batch], loss: torch.Tensor, grad_norm: float) -> None:
+        """Run a bad step once more with a probe, if the config asks for it, and say what it found.
 
         An overflow that a smaller loss scale cures is no bad step. All ranks call it.
         """
-        look = self.training.debugging.second_look
+        replay = self.training.debugging.replay
         scaler = self.training.scaler
-        if look is None or not look.is_bad(loss, grad_norm):
+        if replay is None or not replay.is_bad(loss, grad_norm):
             return
         if scaler and scaler.can_cure(grad_norm, mean_loss(self.training, loss)):
             return
-        line = look.line(batches, scaler.scale if scaler else 1.0)
+        line = replay.report(batches, scaler.scale if scaler else 1.0)
         self.training.debugging.say(f"step {self.training.steps_done + 1}: {line}")
 
     def _unscale(
@@ -144,7 +147,7 @@ class TrainStep:
         return grad_norm, can_cure
 
     def _average_if_due(self) -> None:
-        """With local steps: what all copies do together, every so many steps and after the last.
+        """With local steps: average the copies, every `local.steps` steps and after the last one.
 
         Raises:
             Diverged: A weight of one of them is not finite; on every rank.

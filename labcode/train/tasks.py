@@ -24,14 +24,14 @@ class Task:
     """A model and its data, ready for the loop.
 
     Args:
-        model_config: With every size filled in from the data.
+        model_config: The config of the model, with every size filled in from the data.
         build: Makes the model.
         train: Dataset, `dataset[indices] -> (inputs [B, ..], targets [B, ..])`.
-        val: The same, held out.
+        val: The held-out dataset, of the same form.
         finish: After training, on one rank: `finish(model, num_tokens, seed) -> text to show`.
-        data_sha256: Of the data: the same for the same data, on every rank and in every attempt.
+        data_sha256: Hash of the data, the same on every rank and in every attempt.
         loss_options: Tensors that the model's loss takes by name, beside outputs and targets.
-        tokenizer: Of a text.
+        tokenizer: The tokenizer of a text; None for weather.
     """
 
     model_config: GPTConfig | ViTConfig
@@ -75,6 +75,8 @@ def _text_task(model_config: GPTConfig, data: TextData) -> Task:
             f"model.vocab_size={model_config.vocab_size} but the text has {num_tokens} tokens: "
             "raise it, or leave it out to take the tokenizer's"
         )
+    # From here on every size of the model is known, so that its parameters can be counted before it
+    # is built.
     sized = replace(model_config, vocab_size=model_config.vocab_size or num_tokens)
     return Task(
         sized,
@@ -121,7 +123,7 @@ def _sample_text(
     num_tokens: int,
     seed: int,
 ) -> str:
-    """What the model writes after the tokens of `beginning`; nothing where none is asked for."""
+    """The text that the model writes after the tokens of `beginning`; "" for no tokens."""
     if num_tokens == 0:
         return ""
     device = next(model.parameters()).device
@@ -176,10 +178,10 @@ def _skill_table(
 
     Args:
         splits: The data.
-        weights: Of the latitudes, [Y]; None: each sample brings its own along.
+        weights: Weights of the latitudes, [Y]; None: each sample brings its own along.
         model: The whole model.
         num_tokens: For tasks that draw a sample; not used here.
-        seed: Likewise.
+        seed: Not used here either.
     """
     param = next(model.parameters())
     if weights is not None:

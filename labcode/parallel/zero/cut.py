@@ -24,7 +24,7 @@ class Cut:
     """The pieces of some tensors, which travel together.
 
     Args:
-        shapes: Of the whole tensors; one without dims counts as one row.
+        shapes: Shapes of the whole tensors; one without dims counts as one row.
         parts: Number of ranks.
 
     Attributes:
@@ -40,7 +40,7 @@ class Cut:
         """The shapes of a rank's pieces; a piece always has a first dim, which may be 0."""
         shapes = []
         for shape in self.shapes:
-            rows, *others = shape or [1]
+            rows, *others = shape or [1]  # [N, ..] -> [ceil(N / p) or fewer, ..]
             first, last = rows_of(rows, index, self.parts)
             shapes.append(torch.Size([last - first, *others]))
         return shapes
@@ -57,16 +57,18 @@ class Cut:
 
     def pack_all(self, wholes: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """A message for all ranks, `[p L]`, from whole tensors."""
-        message = wholes[0].new_empty(self.parts, self.length, dtype=dtype)
+        # A copy of all tensors: a reduce-scatter wants what goes to one rank in one piece, and a
+        # rank's rows lie spread over the tensors. FSDP2 makes the same copy (`chunk_cat`).
+        message = wholes[0].new_empty(self.parts, self.length, dtype=dtype)  # [p, L]
         for index, segment in enumerate(message):
             self._fill(segment, self.pieces(wholes, index))
-        return message.view(-1)
+        return message.view(-1)  # [p, L] -> [p L]
 
     def unpack(self, segment: torch.Tensor, index: int) -> list[torch.Tensor]:
         """Views of a rank's pieces in its segment, `[L]`."""
         shapes = self.piece_shapes(index)
         sizes = [shape.numel() for shape in shapes]
-        used = segment[: sum(sizes)]
+        used = segment[: sum(sizes)]  # the rest is filling
         return [flat.view(shape) for flat, shape in zip(used.split(sizes), shapes)]
 
     def unpack_all(self, message: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
@@ -86,7 +88,9 @@ class Cut:
 
 def rows_of(rows: int, index: int, parts: int) -> tuple[int, int]:
     """(first, last + 1) of the rows that a rank gets."""
-    each = -(-rows // parts)  # rounded up
+    # Rounded up, so that 5 rows over 4 ranks are 2, 2, 1 and 0. tensor_split would make 2, 1, 1 and
+    # 1 of them, which is more even; but a DTensor, and so FSDP2, cuts as torch.chunk does.
+    each = -(-rows // parts)
     return min(index * each, rows), min((index + 1) * each, rows)
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's FSDP2 with the interface of ours, for comparison: the same numbers, another code.
+"""PyTorch's FSDP2 with the interface of ours, for comparison: the same numbers by other code.
 
 `fully_shard` turns each weight into a DTensor that is cut along its first dim, one unit per layer,
 as `parallel.zero.parameters` does.
@@ -30,11 +30,11 @@ class TorchFullyShardedModule(nn.Module):
         module: The same module on every rank.
         grid: Weights are divided over its dp; the ranks of cp hold copies.
         experts: Modules whose weights are divided over edp in place of dp, because each rank of ep
-            has others.
-        num_replicas: Hybrid sharding: dp is so many copies.
-        num_shares: By what the sum of the gradients is divided.
+            has other experts.
+        num_replicas: The number of copies of the model that dp holds (hybrid sharding).
+        num_shares: The divisor of the sum of the gradients.
         reshard_after_forward: False keeps the weights whole until backward is done.
-        reduce_dtype: In which gradients travel and are summed; None: that of the weights.
+        reduce_dtype: The dtype in which gradients travel and are summed; None: that of the weights.
 
     Attributes:
         shards: {name: this rank's rows of a weight}; they share the memory of the DTensor.
@@ -59,13 +59,17 @@ class TorchFullyShardedModule(nn.Module):
         for each in experts:
             groups |= dict.fromkeys(each.parameters(), grid.group("edp", "cp"))
         make_copies_equal(module, grid.group("dp", "cp"), (), groups)
-        mesh = _mesh(grid, num_replicas)
+        # Two dims, "replicate" and "shard", make FSDP2 hybrid. The ranks of cp hold copies as well;
+        # `ParallelConfig.check` allows one of the two kinds of copies at a time.
+        group, replicas = grid.split("dp", num_replicas)
+        mesh = _mesh_of(grid, group, replicas if num_replicas > 1 else grid.group("cp"))
         shard = partial(
             fully_shard,
             reshard_after_forward=reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
         )
         of_experts = _mesh_of(grid, grid.group("edp"), grid.group("cp")) if experts else mesh
+        # From the inside out: each call takes the parameters that no earlier call has taken.
         for each in experts:
             shard(each, mesh=of_experts)
         for child in module.modules():
@@ -75,10 +79,10 @@ class TorchFullyShardedModule(nn.Module):
                         shard(layer, mesh=mesh)
         shard(module, mesh=mesh)
         self.module = module
-        # FSDP2 divides by the size of the mesh by itself. It is not told to do what it does: with a
-        # factor set, and weights that are not cut but only copied, it divides twice by it if sums
-        # are in float64 or float16. So experts, of which a rank may be the only one to have them,
-        # are divided here.
+        # FSDP2 divides by the size of the mesh unless a factor is set. It is set only where that is
+        # another number: with a factor, and weights that are not cut but only copied, FSDP2 divides
+        # by it twice if sums are in float64 or float16. So the gradients of experts, of which this
+        # rank may hold the only copy, are scaled below and not by a factor.
         if num_shares != mesh.size():
             for child in module.modules():
                 if isinstance(child, FSDPModule) and child not in experts:
@@ -107,7 +111,7 @@ class TorchFullyShardedModule(nn.Module):
             whole.set_requires_gradient_sync(True)
 
     def finish_gradient_sync(self) -> None:
-        """Hand the averages, which backward has made, to the shards."""
+        """Hand the averages that backward has made to the shards."""
         for name, param in self.module.named_parameters():
             if param.grad is not None:
                 self.shards[name].grad = cast(DTensor, param.grad).to_local() * self._times[name]
@@ -117,13 +121,8 @@ class TorchFullyShardedModule(nn.Module):
         """Nothing is left to do."""
 
 
-def _mesh(grid: Grid, num_replicas: int) -> DeviceMesh:
-    """The mesh of FSDP2: the ranks over which weights are divided, after those that hold copies."""
-    group, replicas = grid.split("dp", num_replicas)
-    return _mesh_of(grid, group, replicas if num_replicas > 1 else grid.group("cp"))
-
-
 def _mesh_of(grid: Grid, group: dist.ProcessGroup, copies: dist.ProcessGroup) -> DeviceMesh:
+    """The mesh of FSDP2: the ranks that hold copies, then those over which weights are divided."""
     device = bootstrap.device_type()
     if copies.size() == 1:
         return DeviceMesh.from_group(group, device, mesh_dim_names=("shard",))

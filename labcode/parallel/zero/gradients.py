@@ -46,14 +46,14 @@ class ShardedDataParallel(nn.Module):
         module: The same module on every rank.
         group: The ranks over which gradients and state are divided.
         bucket_mb: Size at which a bucket is full, in MB (1e6 bytes).
-        num_shares: Into how many shares the batch is cut: the sum of the gradients is divided by
-            it. None: as many as ranks.
+        num_shares: The number of shares into which the batch is cut: the sum of the gradients is
+            divided by it. None: as many as ranks.
         replicas: More groups of ranks that hold the same weights: the part of each rank is summed
             over them too.
         keep_gradients: Keep each gradient's memory until the optimizer has stepped (ZeRO-1).
-        reduce_dtype: In which gradients travel and are summed; None: in their own.
-        groups: {parameter: its own group} of those that fewer ranks hold copies of, as experts that
-            are divided over neighbours.
+        reduce_dtype: The dtype in which gradients travel and are summed; None: their own.
+        groups: {parameter: its own group}, for parameters of which fewer ranks hold copies, as of
+            experts that are divided over neighbours.
 
     Attributes:
         shards: {name: this rank's rows of a trained weight}; they share the weight's memory. Their
@@ -89,6 +89,7 @@ class ShardedDataParallel(nn.Module):
         for param in module.parameters():
             if param.requires_grad:
                 ranks = groups.get(param, group)
+                # A Parameter around a view: an optimizer that updates it writes into the weight.
                 own[param] = nn.Parameter(piece_of(param.detach(), ranks.rank(), ranks.size()))
         self.shards = shards_by_name(module, own)
         self.buckets: list[ShardedBucket] = []
@@ -122,6 +123,8 @@ class ShardedDataParallel(nn.Module):
 
         Held by: tests/ranks/test_zero.py::test_gradients_add_up_until_they_are_zeroed
         """
+        # What is not sent yet has a parameter that this rank did not use, or comes after one that
+        # has: it goes now, with zeros, since other ranks may wait for it.
         for bucket in self.buckets:
             if bucket.finish is None:
                 bucket.send(self.num_shares, self.reduce_dtype)
@@ -178,6 +181,8 @@ class ShardedBucket:
 
     def send(self, num_shares: int, dtype: torch.dtype | None = None) -> None:
         """Start the reduce-scatter without waiting for it; dtype: of the message."""
+        # Unlike the buckets of `parallel.data`, gradients are copied: an all-reduce can work in the
+        # memory of `.grad`, a reduce-scatter wants the rows of each rank together.
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         message = self.cut.pack_all(grads, grads[0].dtype)
         message /= num_shares  # before the sum, which might overflow in fp16
@@ -187,16 +192,21 @@ class ShardedBucket:
     def receive(self, replicas: Sequence[dist.ProcessGroup], keep: bool) -> None:
         """Wait, and add this rank's averages to the gradients of its shards."""
         assert self.finish is not None, "send() comes first"
-        segment = self.finish()
+        segment = self.finish()  # [L]
+        # Hybrid sharding: within a copy of the model the whole gradient has travelled, between the
+        # copies only the p-th part of it does.
         for group in replicas:
             dist.all_reduce(segment, group=group)
         segment = segment.to(self.shards[0].dtype)
         index = self.group.rank()
         for param, shard, mean in zip(self.params, self.shards, self.cut.unpack(segment, index)):
             if keep and param.grad is not None:
+                # ZeRO-1: a view, which keeps the memory of the whole gradient.
                 own = piece_of(param.grad, index, self.group.size())
-                own.copy_(mean)  # holds the memory of the whole gradient
+                own.copy_(mean)
             else:
+                # ZeRO-2: a tensor of its own. Without the clone it would be a view of the segment,
+                # and keep that alive as long as any of its weights has a gradient.
                 own = mean.clone()
             if shard.grad is not None:
                 own += shard.grad

@@ -20,7 +20,7 @@ from torch import nn
 from labcode.comm.collectives import start_all_gather
 from labcode.parallel.zero.cut import Cut, piece_of
 
-# they look at a matrix as a whole: the update of a part is not a part of the update
+# Optimizers that look at a matrix as a whole: the update of its rows is not the rows of its update.
 WHOLE_MATRIX = ("Adafactor", "LBFGS", "Muon")
 
 
@@ -35,10 +35,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Held by: tests/ranks/test_zero.py::test_a_sharded_optimizer_trains_like_a_whole_one
 
     Args:
-        params: As for any optimizer: tensors, or groups of them with options of their own.
+        params: Tensors, or groups of them with options of their own, as any optimizer takes them.
         optimizer_cls: An optimizer that treats each number by itself, such as AdamW or SGD.
         group: The ranks that hold the same weights.
-        kwargs: Of `optimizer_cls`.
+        kwargs: Arguments of `optimizer_cls`.
 
     Raises:
         ValueError: An optimizer that looks at whole matrices.
@@ -61,18 +61,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.optimizer_cls = optimizer_cls
         self.options = kwargs
         self.inner: torch.optim.Optimizer | None = None
-        super().__init__(params, kwargs)
+        super().__init__(params, kwargs)  # calls add_param_group below, once for each group
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more weights; every rank adds the same."""
         super().add_param_group(param_group)
         added = self.param_groups[-1]
+        # Views of the whole weights: where the inner optimizer steps, it changes rows of the model.
+        # A rank may have no rows of a small weight, and then an optimizer of an empty tensor.
         shards = [nn.Parameter(self._own(param)) for param in added["params"]]
         options = {name: value for name, value in added.items() if name != "params"}
         inner_group = {"params": shards, **options}
         if self.inner is None:
             self.inner = self.optimizer_cls([inner_group], **self.options)
-            self.state = self.inner.state
+            self.state = self.inner.state  # the same dict, for those who look at `optimizer.state`
         else:
             self.inner.add_param_group(inner_group)
 
@@ -120,6 +122,8 @@ def gather_weights(params: Iterable[torch.Tensor], group: dist.ProcessGroup) -> 
     for param in params:
         by_dtype.setdefault(param.dtype, []).append(param.detach())
     for dtype, wholes in by_dtype.items():
+        # Packed into [L], gathered to [p L], copied back into place: the weights exist twice for a
+        # moment. One message a tensor would need no packing, and start hundreds of small ones.
         cut = Cut([whole.shape for whole in wholes], group.size())
         own = cut.pack(cut.pieces(wholes, group.rank()), dtype)
         cut.unpack_all(start_all_gather(own, group, dim=0)(), wholes)

@@ -10,11 +10,20 @@ unit the ranks of a group do, with p ranks and N weights in all:
 so that 3/2 of what DDP sends is sent, and a rank never holds more than its rows and two units.
 While a unit computes, the weights of the next one already travel (prefetch).
 
-A weight so has two faces. `parameters()` gives this rank's rows, on which the optimizer works.
-`layer.weight`, which forward reads, is the whole one that autograd knows, but most of the time the
-memory of its values is given back, `untyped_storage().resize_(0)`. What autograd has saved of a
-weight in forward, such as its transpose, points to the same storage, and is right again as soon as
-the weight is gathered for backward. A whole weight that is read at another time gives NaN.
+So each weight exists as two parameters. `parameters()` gives this rank's rows, on which the
+optimizer works. `layer.weight`, which forward reads, is the whole one that autograd knows, but most
+of the time the memory of its values is given back, `untyped_storage().resize_(0)`. What autograd
+has saved of a weight in forward, such as its transpose, points to the same storage, and is right
+again as soon as the weight is gathered for backward. A whole weight that is read at another time
+gives NaN.
+
+The life of one layer in a step:
+
+    before its forward     gather; start to gather the next layer
+    after its forward      reshard: the storage is empty, the graph still points to it
+    its output's gradient  gather again; start to gather the layer before
+    its last gradient      reduce-scatter starts; reshard
+    end of backward        wait for the sum, add it to the gradient of the rows
 
 Source: Rajbhandari et al. 2019 (arXiv:1910.02054), sections 5.3 and 7.2.2; Zhao et al. 2023
     (PyTorch FSDP, arXiv:2304.11277), sections 3 and 4, for units, prefetch and storage.
@@ -60,20 +69,20 @@ class FullyShardedModule(nn.Module):
         module: The same module on every rank, whose parameters become this rank's rows; on the meta
             device with `materialize`.
         group: The ranks over which everything is divided.
-        compute_dtype: Of the gathered weights, and of floating-point inputs; None: that of the
-            weights. The shards keep the dtype of the weights.
-        reduce_dtype: In which gradients travel and are summed; None: that of the weights.
+        compute_dtype: The dtype of the gathered weights, and of floating-point inputs; None: that
+            of the weights. The shards keep the dtype of the weights.
+        reduce_dtype: The dtype in which gradients travel and are summed; None: that of the weights.
         units: The modules that are gathered one at a time; None: every layer in an `nn.ModuleList`.
-        num_shares: Into how many shares the batch is cut: the sum of the gradients is divided by
-            it. None: as many as ranks.
+        num_shares: The number of shares into which the batch is cut: the sum of the gradients is
+            divided by it. None: as many as ranks.
         replicas: More groups of ranks that hold the same weights; gradients are summed over them.
         reshard_after_forward: Give the weights back between forward and backward. False keeps them
             until backward is done, which saves an all-gather and is ZeRO-2 in memory.
         prefetch: Start to gather the next unit while one computes.
         materialize: `materialize(name)` is the whole value of a weight of a meta module: no rank
             ever holds more than one whole weight.
-        groups: {parameter: its own group} of those that fewer ranks hold copies of, as experts that
-            are divided over neighbours. They make a second unit of their layer.
+        groups: {parameter: its own group}, for parameters of which fewer ranks hold copies, as of
+            experts that are divided over neighbours. They make a second unit of their layer.
 
     Attributes:
         shards: {name: this rank's rows of a weight}, frozen ones included; `.grad` is the average.
@@ -107,6 +116,7 @@ class FullyShardedModule(nn.Module):
         self.prefetch = prefetch
         self._syncing = True
         self._in_backward = False
+        # By name, because `_leave_meta` exchanges the parameters.
         own_group = {name: (groups or {}).get(param) for name, param in module.named_parameters()}
         if materialize is not None:
             _leave_meta(module)
@@ -116,10 +126,10 @@ class FullyShardedModule(nn.Module):
             groups[param] = own_group[name] or group
         if materialize is None:
             make_copies_equal(module, group, replicas, groups)
-        makes = _Makes(names, materialize, compute_dtype)
+        values = _WeightValues(names, materialize, compute_dtype)
         average = _Average(group, tuple(replicas), num_shares or group.size(), reduce_dtype)
         chosen = _layers(module) if units is None else list(units)
-        self._of_layer: list[list[Unit]] = []  # of each layer, one for each group
+        self._units_of_layer: list[list[Unit]] = []  # one for each group of its weights
         shared = _used_outside(module, chosen)
         taken = set(shared)
         for layer in chosen:
@@ -130,17 +140,20 @@ class FullyShardedModule(nn.Module):
             taken.update(layer.parameters())
             own_units = []
             for ranks, own in by_group.items():
-                own_units.append(Unit(own, makes, average.over(ranks)))
-            self._of_layer.append(own_units)
-        self.units = list(itertools.chain.from_iterable(self._of_layer))
+                own_units.append(Unit(own, values, average.over(ranks)))
+            self._units_of_layer.append(own_units)
+        self.units = list(itertools.chain.from_iterable(self._units_of_layer))
+        # The rest (embedding, last norm, head, and what is shared) stays whole from the first
+        # forward of a step to `finish_gradient_sync`: the head is the last module of forward and
+        # the first one of backward.
         rest = [param for param in module.parameters() if param not in taken or param in shared]
-        self.root = Unit(rest, makes, average)
+        self.root = Unit(rest, values, average)
         own_rows = {}
         for unit in (*self.units, self.root):
             own_rows |= dict(zip(unit.params, unit.shards))
         self.shards = shards_by_name(module, own_rows)
         _show_rows(module, own_rows)
-        self.register_load_state_dict_pre_hook(_below_the_module)
+        self.register_load_state_dict_pre_hook(_prefix_with_module)
         for number, layer in enumerate(chosen):
             self._watch(layer, number)
         for unit in (*self.units, self.root):
@@ -151,6 +164,8 @@ class FullyShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module computes."""
+        # -1: no backward runs in this thread. Otherwise activation checkpointing repeats this
+        # forward inside a backward, whose gradients must stay.
         if torch._C._current_graph_task_id() == -1:
             self._forget_backward()
         self.root.gather()
@@ -186,6 +201,8 @@ class FullyShardedModule(nn.Module):
 
         A weight that took no part counts as a gradient of zero.
         """
+        # Units with gradients of `no_sync`, and units that this rank has not used at all. Other
+        # ranks may have used them, and wait in the reduce-scatter.
         for unit in (*self.units, self.root):
             if unit.has_whole_gradients() or not unit.was_reduced:
                 unit.reduce()
@@ -215,22 +232,22 @@ class FullyShardedModule(nn.Module):
         alive = weakref.ref(self)
 
         def before(module: nn.Module, args: tuple) -> None:
-            parallel = _still_there(alive)
+            parallel = _require_alive(alive)
             parallel._gather(number, step=1)
 
         def after(module: nn.Module, args: tuple, output: Any) -> None:
-            parallel = _still_there(alive)
+            parallel = _require_alive(alive)
             _before_backward_of(output, before_backward)
-            # under activation checkpointing a forward may run inside backward, which goes on to
-            # use the weights
+            # Under activation checkpointing a forward may run inside backward, which needs the
+            # weights next.
             inside_backward = torch._C._current_graph_task_id() != -1
             is_last_use = parallel.reshard_after_forward or not torch.is_grad_enabled()
             if is_last_use and not inside_backward:
-                for unit in parallel._of_layer[number]:
+                for unit in parallel._units_of_layer[number]:
                     unit.reshard()
 
         def before_backward(grad: torch.Tensor) -> None:
-            parallel = _still_there(alive)
+            parallel = _require_alive(alive)
             parallel._begin_backward()
             parallel._gather(number, step=-1)
 
@@ -239,15 +256,18 @@ class FullyShardedModule(nn.Module):
 
     def _gather(self, number: int, step: int) -> None:
         """Have a unit whole now, and the next one soon."""
-        for unit in self._of_layer[number]:
+        for unit in self._units_of_layer[number]:
             unit.gather()
+        # After this layer's own gather, so that it does not wait behind the neighbour's. The price
+        # is the memory of a second unit. These collectives match by their order, which is that of
+        # the layers: that is why every rank has to run the same units.
         neighbour = number + step
-        if self.prefetch and 0 <= neighbour < len(self._of_layer):
-            for unit in self._of_layer[neighbour]:
+        if self.prefetch and 0 <= neighbour < len(self._units_of_layer):
+            for unit in self._units_of_layer[neighbour]:
                 unit.start_gather()
 
     def _gradient_ready(self, unit: "Unit", param: nn.Parameter) -> None:
-        """A weight has its gradient of this backward."""
+        """Note that a weight has its gradient of this backward; send a unit after its last one."""
         self._begin_backward()
         unit.ready.add(param)
         if len(unit.ready) < unit.num_trained:
@@ -255,12 +275,13 @@ class FullyShardedModule(nn.Module):
         unit.ready.clear()
         if self._syncing:
             unit.reduce()
-        # a frozen weight has no gradient that would tell when it was used for the last time
+        # A frozen weight has no gradient that would tell when it was used for the last time, so a
+        # unit with one stays whole until the end of backward.
         if unit.num_trained == len(unit.params) and unit is not self.root:
             unit.reshard()
 
     def _forget_backward(self) -> None:
-        """A backward that raised has not come to its end: what it has sent is of no use.
+        """Drop what a backward that raised has left: it never came to `_end_backward`.
 
         Held by: tests/ranks/test_zero.py::test_after_a_backward_that_raised_the_next_one_is_whole
         """
@@ -273,11 +294,14 @@ class FullyShardedModule(nn.Module):
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
+            # Autograd calls it when this backward is done. FSDP2 uses the same private door; a hook
+            # on a weight would not do, since any weight may be the last one, or have no gradient.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self.root.gather()  # a forward without gradients has given it back, if there was one
+        # Whole already, unless a forward without gradients came in between and gave it back.
+        self.root.gather()
 
     def _end_backward(self) -> None:
-        """What was not complete is sent now, so that all ranks have sent the same."""
+        """Send what was not complete, so that all ranks have sent the same, and wait for it."""
         self._in_backward = False
         for unit in self.units:
             if self._syncing and unit.ready:
@@ -304,7 +328,7 @@ class Unit:
 
     Args:
         params: Parameters of the module.
-        makes: Gives the value of each, and its dtype while it is whole.
+        values: Gives the value of each, and its dtype while it is whole.
         average: What is done with gradients.
 
     Attributes:
@@ -315,7 +339,7 @@ class Unit:
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], makes: "_Makes", average: "_Average"
+        self, params: Sequence[nn.Parameter], values: "_WeightValues", average: "_Average"
     ) -> None:
         self.params = list(params)
         self.average = average
@@ -323,12 +347,16 @@ class Unit:
         self.cut = Cut([param.shape for param in params], self.group.size())
         self.shards: list[nn.Parameter] = []
         self._wholes: list[torch.Tensor] = []  # the memory of `params`, outside autograd
-        self._absent: list[torch.Tensor] = []  # one NaN in the shape of each, in place of them
+        # One NaN expanded to the shape of each, which stands in for it while its storage is empty.
+        # Reading a tensor of an empty storage is a segmentation fault (torch 2.13 on a CPU). The
+        # NaN shows up in the loss instead.
+        self._absent: list[torch.Tensor] = []
         for param in self.params:
-            value = makes.value(param)
+            value = values.of(param)
+            # A clone: a view would keep the whole value alive.
             rows = piece_of(value, self.group.rank(), self.group.size()).clone()
             self.shards.append(nn.Parameter(rows, requires_grad=param.requires_grad))
-            dtype = makes.compute_dtype or value.dtype
+            dtype = values.compute_dtype or value.dtype
             whole = torch.empty(param.shape, dtype=dtype, device=value.device)
             self._wholes.append(whole)
             self._absent.append(whole.new_full((), torch.nan).expand(param.shape))
@@ -353,10 +381,15 @@ class Unit:
         self.start_gather()
         if self._gathering is None:
             return
-        message = self._gathering()
+        message = self._gathering()  # [p L]
         self._gathering = None
+        # The same storage object gets memory again, perhaps at another address. Every tensor that
+        # refers to it, in the graph of forward too, sees the values that are copied into it.
         for whole in self._wholes:
             whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+        # Autograd refuses a saved tensor that was changed in place since. It does not notice this
+        # copy: `whole` counts its versions apart from the parameter that forward has saved, though
+        # both have one storage. Here that is what is needed, since the values are the same.
         with torch.no_grad():
             self.cut.unpack_all(message, self._wholes)
         for param, whole in zip(self.params, self._wholes):
@@ -366,7 +399,8 @@ class Unit:
     def reshard(self) -> None:
         """Give the memory of the whole weights back."""
         if self._gathering is not None:
-            self._gathering()  # it was prefetched, and not used after all
+            # Prefetched, and not used after all: a message under way cannot be called back.
+            self._gathering()
             self._gathering = None
         if self._is_whole:
             for param, whole, absent in zip(self.params, self._wholes, self._absent):
@@ -385,10 +419,11 @@ class Unit:
                 grads.append(torch.zeros(param.shape, dtype=whole.dtype, device=whole.device))
             else:
                 grads.append(param.grad)
-        message = self.cut.pack_all(grads, self.shards[0].dtype)
+        message = self.cut.pack_all(grads, self.shards[0].dtype)  # [p L], in the wide dtype
+        # The whole gradients are freed here; until now, they and the message exist at once.
         for param in self.params:
             param.grad = None
-        message /= self.average.num_shares
+        message /= self.average.num_shares  # before the sum, which might overflow in fp16
         message = message.to(self.average.dtype or message.dtype)
         self._reducing = start_reduce_scatter(message, self.group, dim=0)
         self.was_reduced = True
@@ -408,9 +443,9 @@ class Unit:
             shard.grad = mean.clone() if shard.grad is None else shard.grad + mean
 
     def forget_gradients(self) -> None:
-        """Let go of what a backward has left; no message of it stays behind."""
+        """Drop what a backward has left; no message of it stays under way."""
         if self._reducing is not None:
-            self._reducing()
+            self._reducing()  # waited for, and its result is dropped
             self._reducing = None
         self.ready.clear()
         for param in self.params:
@@ -433,8 +468,8 @@ class Unit:
         return wholes
 
 
-class _Makes:
-    """Where the values of the weights come from."""
+class _WeightValues:
+    """The initial values of the weights: those of the module, or made one at a time."""
 
     def __init__(
         self,
@@ -446,7 +481,7 @@ class _Makes:
         self._materialize = materialize
         self.compute_dtype = compute_dtype
 
-    def value(self, param: nn.Parameter) -> torch.Tensor:
+    def of(self, param: nn.Parameter) -> torch.Tensor:
         """The whole value of a weight."""
         if self._materialize is None:
             return param.detach()
@@ -454,7 +489,7 @@ class _Makes:
 
 
 class _Average:
-    """Over which ranks gradients are summed, by what the sum is divided, and in which dtype."""
+    """How gradients are averaged: the ranks of the sum, its divisor, and the dtype on the way."""
 
     def __init__(
         self,
@@ -474,7 +509,10 @@ class _Average:
 
 
 def _leave_meta(module: nn.Module) -> None:
-    """Exchange the parameters of a meta module for empty ones; tied ones stay tied."""
+    """Exchange the parameters of a meta module for ones without values; tied ones stay tied.
+
+    A parameter's device cannot change under `.data`, which the units set later.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
         for name, param in child.named_parameters(recurse=False, remove_duplicate=False):
@@ -501,6 +539,7 @@ def _used_outside(module: nn.Module, units: Iterable[nn.Module]) -> set[nn.Param
         inside.update(unit.modules())
         for param in set(unit.parameters()):
             users[param] = users.get(param, 0) + 1
+    # 2, so that a weight outside of all units is in the result even if no unit uses it.
     for child in module.modules():
         if child not in inside:
             for param in child.parameters(recurse=False):
@@ -511,7 +550,8 @@ def _used_outside(module: nn.Module, units: Iterable[nn.Module]) -> set[nn.Param
 def _show_rows(module: nn.Module, rows: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Let `parameters()` and the state dict of a module give rows, and `layer.weight` the whole.
 
-    Python looks into an object's `__dict__` before `nn.Module` looks among its parameters.
+    Python looks into an object's `__dict__` first; `nn.Module` finds its parameters in
+    `__getattr__`, which is called only for names that are not there.
     """
     for child in module.modules():
         own = dict(child.named_parameters(recurse=False, remove_duplicate=False))
@@ -520,10 +560,10 @@ def _show_rows(module: nn.Module, rows: Mapping[nn.Parameter, nn.Parameter]) -> 
             child.__dict__[name] = whole
 
 
-def _below_the_module(
+def _prefix_with_module(
     parallel: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    """Before a state dict is loaded: its names are those of the module in `parallel.module`."""
+    """Before a state dict is loaded: put "module." before its names, which leave it out."""
     for name in list(state_dict):
         if name.startswith(prefix):
             state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
@@ -537,22 +577,22 @@ def _before_backward_of(output: Any, hook: Callable[[torch.Tensor], None]) -> No
 
 
 def _backward_hook(alive: weakref.ref) -> Callable[[torch.Tensor], None]:
-    """The hook of the whole module's output; it holds nothing alive."""
+    """The hook of the whole module's output; it keeps nothing alive."""
 
     def hook(_gradient: torch.Tensor) -> None:
-        _still_there(alive)._begin_backward()
+        _require_alive(alive)._begin_backward()
 
     return hook
 
 
-def _still_there(alive: weakref.ref) -> FullyShardedModule:
+def _require_alive(alive: weakref.ref) -> FullyShardedModule:
     parallel = alive()
     assert parallel is not None, "the FullyShardedModule around this module is gone"
     return parallel
 
 
 def _gradient_hook(alive: weakref.ref, unit: "weakref.ref[Unit]") -> Callable[[nn.Parameter], None]:
-    """The hook of a weight; it holds nothing alive, as that of `parallel.data`."""
+    """The hook of a weight; it keeps nothing alive, like the hook of `parallel.data`."""
 
     def hook(param: nn.Parameter) -> None:
         parallel = alive()

@@ -120,7 +120,7 @@ class LogFp8TensorStats(_Statistics):
         """Add one cast to what this step logs, once for each recipe that the statistics name.
 
         Args:
-            cast: Of this rank's part; the others as those of `LogTensorStats`.
+            cast: The cast of this rank's part; for the others see `LogTensorStats`.
         """
         if not is_due(config, iteration):
             return

@@ -4,7 +4,7 @@
     tensors.json      where each tensor lies in them
     run.json          step, config, grid, data, and size and sha256 of every other file
 
-Nothing here knows of a run that goes on: `store` decides what to do.
+Nothing here knows of a run in progress: `store` decides what to do.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ class About:
 
     Args:
         step: Optimizer steps done.
-        config: Of the run, nested as its dataclasses are.
+        config: The config of the run, nested as its dataclasses are.
         grid: Sizes of the axes and their order.
-        data_sha256: Of the data; empty if that was not known.
+        data_sha256: Hash of the data; empty if that was not known.
         files: Every other file of the checkpoint that is read again.
     """
 
@@ -117,8 +117,8 @@ def verify(folder: Path, files: Mapping[str, StoredFile], names: Iterable[str]) 
 
     Args:
         folder: The checkpoint.
-        files: As in `About`.
-        names: Which of them.
+        files: See `About`.
+        names: The names of some of them.
 
     Raises:
         DamagedError: One is missing, or another.

@@ -230,9 +230,9 @@ def open_start(
     """The checkpoint that `train.start_from` names, of the model of this run.
 
     Args:
-        config: Of the run.
-        model: Of the run; without a vocabulary as long as it is not known.
-        tokenizer: Of the run, when it is known.
+        config: The config of the run.
+        model: The model config of the run; without a vocabulary while that is unknown.
+        tokenizer: The tokenizer of the run, when it is known.
 
     Raises:
         ValueError: It cannot be read, or is of another model.
@@ -246,7 +246,7 @@ def open_start(
 
 
 class HubCheckpoint:
-    """A checkpoint of somebody else: what it says of itself, and its weights.
+    """A checkpoint from elsewhere: what it says of itself, and its weights.
 
     Opening it reads the description and the names; weights are read box by box.
 
@@ -307,9 +307,9 @@ class HubCheckpoint:
         """That a run's model is the one that the checkpoint is of, and its tokens are the same.
 
         Args:
-            config: Of the run.
-            model: Of the run; without a vocabulary as long as it is not known.
-            tokenizer: Of the run, when it is known.
+            config: The config of the run.
+            model: The model config of the run; without a vocabulary while that is unknown.
+            tokenizer: The tokenizer of the run, when it is known.
 
         Raises:
             ValueError: It is not.

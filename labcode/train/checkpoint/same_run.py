@@ -45,7 +45,7 @@ def check_same_run(about: About, folder: Path, config: Config, data_sha256: str)
         about: What the checkpoint says of itself.
         folder: Where it is.
         config: This run.
-        data_sha256: Of its data; empty if that is not known.
+        data_sha256: Hash of its data; empty if that is not known.
 
     Raises:
         ValueError: They differ in more than `MAY_CHANGE`.

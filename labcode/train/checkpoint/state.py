@@ -44,9 +44,9 @@ class RunState:
 
     Args:
         model: This rank's part of the model.
-        optimizer: Of that model.
+        optimizer: The optimizer of that model.
         batches: The position in the data, which is also the number of steps done.
-        device: Whose random generator the run draws from, beside that of the CPU.
+        device: The device whose random generator the run draws from, beside that of the CPU.
         guard: What judges its gradients; None: nothing does.
         scaler: What scales its loss; None: nothing does.
         noise: What measures the noise of its gradients; None: nothing does.
@@ -128,7 +128,7 @@ class RunState:
             folder: The checkpoint.
             index: Where its tensors lie.
             same_grid: It was written on the grid of this run. If not, the random numbers of its
-                ranks belong to nobody here, and are left out.
+                ranks belong to no rank here, and are left out.
 
         Raises:
             DamagedError: A tensor is missing, has another shape or dtype, or cannot be read.
@@ -160,9 +160,9 @@ class RunState:
         """Where a tensor is read into.
 
         Args:
-            key: Of the tensor.
-            index: Of the checkpoint.
-            name: Of the weight of whose shape it is; "", or another shape: all of it is read.
+            key: The key of the tensor.
+            index: The index of the checkpoint.
+            name: The weight that has the same shape; "", or another shape: all of it is read.
         """
         stored = index[key]
         if name and stored.size == tuple(self.model.shardings[name].shape):
@@ -173,7 +173,7 @@ class RunState:
         """Put back what `tensors` gave when the checkpoint was written; weights in place.
 
         Args:
-            mine: As from `read`, which has checked it: from here on nothing fails half-way.
+            mine: What `read` returned, which has checked it: nothing fails half-way from here on.
         """
         with torch.no_grad():
             for name, param in self.params.items():

@@ -10,8 +10,8 @@ that hold the same, one writes it. The folder is called `....partial` until the 
 It must be one that all ranks see.
 
 A run may be resumed on another grid, on another number of ranks and at another stage of ZeRO: each
-rank reads the boxes that it needs. On the same grid it goes on bit for bit; on another one sums are
-made in another order, and the random numbers of dropout begin anew.
+rank reads the boxes that it needs. On the same grid the run is the same bit for bit. On another one
+sums are made in another order, and the random numbers of dropout start again.
 
 A run never removes what it did not write, unless it is older than what it has written and
 `checkpoint.keep` asks for it. A later checkpoint that it could not resume from makes room for its
@@ -124,7 +124,7 @@ class Checkpoints:
         config: The run.
         grid: Its process groups.
         out: Folder of the run, the same for all ranks.
-        data_sha256: Of its data (`Task.data_sha256`); empty if that is not known.
+        data_sha256: Hash of its data (`Task.data_sha256`); empty if that is not known.
     """
 
     def __init__(self, config: Config, grid: Grid, out: Path, data_sha256: str = "") -> None:
@@ -175,7 +175,7 @@ class Checkpoints:
         return folder
 
     def begin(self, state: RunState) -> None:
-        """Copy the run, and write a checkpoint of the copy while training goes on.
+        """Copy the run, and write a checkpoint of the copy while training continues.
 
         A thread writes it, which talks to those of the other ranks through a group of its own. The
         checkpoint counts once `finish_if_written` or `finish` has given it its name. One that is
@@ -184,7 +184,7 @@ class Checkpoints:
         Communicates: a few broadcasts of a short text.
 
         Raises:
-            Diverged: As `save` does.
+            Diverged: See `save`.
             CheckpointError: The one before could not be written.
         Held by: tests/ranks/test_background_save.py
         """
@@ -368,8 +368,8 @@ class Checkpoints:
         Communicates: an all-gather of a short text for each checkpoint tried.
 
         Args:
-            state: Of a run as it was set up.
-            start: As from `newest`.
+            state: The state of a run as it was set up.
+            start: A checkpoint, such as `newest` returns.
 
         Returns:
             The checkpoint that was taken.
@@ -454,7 +454,7 @@ class Checkpoints:
             together: `on_every_rank`, or `on_first_rank` where one finds it out for all.
         """
 
-        def told() -> tuple[T | None, str]:
+        def result_or_damage() -> tuple[T | None, str]:
             try:
                 return work(), ""
             except (DamagedError, RecursionError) as error:
@@ -462,7 +462,7 @@ class Checkpoints:
             except OSError as error:
                 _refuse(folder, error)
 
-        found, own_damage = together(told)
+        found, own_damage = together(result_or_damage)
         damages = [""] * dist.get_world_size()
         dist.all_gather_object(damages, own_damage)
         for rank, damage in enumerate(damages):
@@ -505,8 +505,8 @@ def _agreed_plan(tensors: Mapping[str, Part], group: dist.ProcessGroup | None = 
     """Which rank writes what, the same on all of them.
 
     Args:
-        tensors: As from `RunState.tensors`.
-        group: Of all ranks; None is the default group.
+        tensors: What `RunState.tensors` returns.
+        group: A group of all ranks; None is the default group.
     """
     all_held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_held, held(tensors), group=group)

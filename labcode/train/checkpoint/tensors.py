@@ -7,9 +7,9 @@
         {"offsets": [0, 0], "sizes": [33, 64], "file": "rank-0.bin", "start": 0},
         {"offsets": [33, 0], "sizes": [32, 64], "file": "rank-1.bin", "start": 0}]}, ...}
 
-A box stands under its place in the whole tensor. Whoever reads takes from the boxes of others the
+A box stands under its place in the whole tensor. A rank that reads takes from other boxes the
 rows that its own need, so a checkpoint can be read on any grid. What several ranks hold is written
-by one of them. Nothing in these files is ever run, whoever has written them.
+by one of them. Nothing in these files is ever executed, wherever they come from.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ class StoredFile:
 
     Args:
         size_bytes: Its length.
-        sha256: Of its content, in hexadecimal digits.
+        sha256: Hash of its content, in hexadecimal digits.
     """
 
     size_bytes: int
@@ -70,8 +70,8 @@ class Part(NamedTuple):
 
     Args:
         own: The part; it is written, or read into.
-        size: Of the whole.
-        boxes: Of which the part is made.
+        size: The shape of the whole tensor.
+        boxes: The boxes of which the part is made.
     """
 
     own: torch.Tensor
@@ -127,11 +127,16 @@ def held(parts: Mapping[str, Part]) -> Held:
 
 
 def plan(all_held: Sequence[Held]) -> Index:
-    """Who writes what, and where: each box once, by the one of its holders that has least so far.
+    """Which rank writes which boxes, and where.
+
+    A box is written once, by the one of its holders that has the least to write so far.
 
     Args:
-        all_held: Of each rank, what `held` gave it. All ranks make the same plan of the same.
+        all_held: What `held` returned on each rank. All ranks have the same list and so make the
+            same plan; nothing is communicated.
     """
+    # Greedy, in the order of the boxes. It divides the writing among copies of the weights, where
+    # "the first holder writes" would leave all of it to the first copy.
     index: Index = {}
     holders: dict[tuple[str, Sizes, Sizes], list[int]] = {}
     for rank, of_rank in enumerate(all_held):
@@ -139,7 +144,7 @@ def plan(all_held: Sequence[Held]) -> Index:
             index.setdefault(name, StoredTensor(dtype, size, []))
             for offsets, sizes in boxes:
                 holders.setdefault((name, offsets, sizes), []).append(rank)
-    ends = [0] * len(all_held)  # of each rank's file
+    ends = [0] * len(all_held)  # where each rank's file ends so far, in bytes
     for (name, offsets, sizes), ranks in holders.items():
         writer = ranks[0]
         for rank in ranks:
@@ -178,13 +183,16 @@ def write(folder: Path, rank: int, parts: Mapping[str, Part], index: Index) -> S
                 own.append((starts[box.offsets], box.view(part.own)))
     if not own:
         return None
-    own.sort(key=_start)
+    own.sort(key=_start)  # by place in the file, which is written from front to back
     digest = hashlib.sha256()
     with open(folder / name, "xb") as file:
         for start, block in own:
+            # zeros up to the place where the box begins, then its numbers
             for data in (bytes(start - file.tell()), _bytes_of(block.contiguous().cpu())):
                 file.write(data)
                 digest.update(data)
+        # To the disk, not only to the operating system: the checkpoint gets its name when all files
+        # are safe, and a machine may lose power a moment later.
         file.flush()
         os.fsync(file.fileno())
         return StoredFile(file.tell(), digest.hexdigest())
@@ -231,7 +239,7 @@ def read_whole(folder: Path, index: Index, name: str) -> torch.Tensor:
     """A whole tensor, on the CPU.
 
     Raises:
-        DamagedError, OSError: As of `read_into`.
+        DamagedError, OSError: See `read_into`.
     """
     found = torch.empty(index[name].size, dtype=index[name].dtype)
     read_into(folder, index, name, whole(found))

@@ -1,4 +1,4 @@
-"""Those who look on while a run trains: each has a file here, and the loop knows none of them."""
+"""The observers of a run: each has a file here, and the loop knows none of them."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from labcode.train.memory_marks import MemoryMarks
 from labcode.train.metrics import Log
 from labcode.train.observer import Observer
 from labcode.train.observers.bad_steps import BadSteps
-from labcode.train.observers.hang import Moving
+from labcode.train.observers.hang import Heartbeat
 from labcode.train.observers.rows import Rows
 from labcode.train.observers.saving import Saving
 from labcode.train.observers.validation import Validation
@@ -42,14 +42,15 @@ def observers_of(
     watch: HangWatch | None = None,
     target: float | None = None,
 ) -> list[Observer]:
-    """Who looks on at a run, in the order in which they are told of a step.
+    """The observers of a run, in the order in which they are told of a step.
 
     Args:
         training: What trains.
-        log: Of the run.
+        log: The metrics of the run.
         out: Its folder, which exists; None: nothing is written.
-        signals: What has been heard since the process was started; None listens while it trains.
-        watch: Is told of each step, so that it can say who waits for whom; None: nobody watches.
+        signals: The signals heard since the process was started; None: it listens while it trains.
+        watch: It is told of each step, so that it can say which rank waits for which; None: no
+            watch.
         target: Validation loss at which the run may stop; None: there is none.
 
     Raises:
@@ -65,7 +66,7 @@ def observers_of(
         StepProfiler(config.profile, world.rank, world.device, training.ranges, marks, out)
     ]
     if watch:
-        observers.append(Moving(training, watch))
+        observers.append(Heartbeat(training, watch))
     observers += [BadSteps(training, log, saving), Rows(training, log)]
     observers.append(Validation(training, log, target))
     if saving:

@@ -12,8 +12,8 @@ class BadSteps(Observer):
 
     Args:
         training: What trains.
-        log: Of the run.
-        saving: What has checkpoints to go back to; None: nobody.
+        log: The metrics of the run.
+        saving: The checkpoints to go back to; None: there are none.
     """
 
     def __init__(self, training: Training, log: Log, saving: Saving | None) -> None:
@@ -24,13 +24,13 @@ class BadSteps(Observer):
     def after(self, step: Step) -> str:
         """Tell of a step that was left out."""
         if step.left_out:
-            self._go_on_without(step)
+            self._report_left_out(step)
         elif step.rescaled:
-            self._say_overflow()
+            self._report_overflow()
         return ""
 
-    def _go_on_without(self, step: Step) -> None:
-        """Before the first checkpoint there is nothing to go back to."""
+    def _report_left_out(self, step: Step) -> None:
+        """Go back to a checkpoint if the rule asks for it and there is one; say what was done."""
         training = self._training
         how = ""
         if training.config.train.on_bad_step == "rollback" and self._saving:
@@ -40,8 +40,8 @@ class BadSteps(Observer):
         row: dict[str, float] = {"step": number, "bad_steps": training.guard.bad_steps}
         self._log.write(row, f"step {number} is bad, {step.left_out}: {how}")
 
-    def _say_overflow(self) -> None:
-        """The loss scale was too large."""
+    def _report_overflow(self) -> None:
+        """Say that the loss scale was too large; `TrainStep` has halved it already."""
         scaler = self._training.scaler
         assert scaler is not None
         number = self._training.steps_done

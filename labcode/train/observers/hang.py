@@ -6,7 +6,7 @@ from labcode.train.observer import Observer
 from labcode.train.step import Step
 
 
-class Moving(Observer):
+class Heartbeat(Observer):
     """Tells the watch of each step.
 
     Args:
@@ -19,7 +19,7 @@ class Moving(Observer):
         self._watch = watch
 
     def after(self, step: Step) -> str:
-        """It moves."""
+        """Tell the watch that this rank has done a step."""
         del step
         self._watch.step(self._training.steps_done)
         return ""

@@ -15,7 +15,7 @@ class Saving(Observer):
     Args:
         training: What trains.
         out: The folder of the run.
-        signals: What has been heard since the process was started; None listens while it trains.
+        signals: The signals heard since the process was started; None: it listens while it trains.
     """
 
     def __init__(self, training: Training, out: Path, signals: StopSignals | None) -> None:
@@ -40,6 +40,7 @@ class Saving(Observer):
         self.checkpoints.finish_if_written()
         is_last = bool(stopped_by) or training.is_done
         if is_last or training.is_due(training.config.checkpoint.every):
+            # The last one is waited for: after it the process may end.
             if training.config.checkpoint.in_background and not is_last:
                 self.checkpoints.begin(training.state)
             else:
@@ -47,8 +48,9 @@ class Saving(Observer):
         return stopped_by
 
     def _asked_to_stop(self) -> str:
-        """The signal that asks for it, the same on all ranks; after the last step the run finishes
-        instead.
+        """The signal that asks the run to stop, the same on all ranks; "" if there is none.
+
+        After the last step no signal counts, because the run finishes anyway.
         """
         if self._training.is_done or self._signals is None:
             return ""
@@ -78,10 +80,10 @@ class Saving(Observer):
         return f"back to {taken.name}, the batches of steps {first} to {last} are left out"
 
     def end(self) -> None:
-        """Signals are what they were."""
+        """Give the signals back to the handlers that they had."""
         if self._own:
             self._own.stop()
 
     def close(self) -> None:
-        """Nothing is left of a checkpoint that is still being written."""
+        """Remove a checkpoint that is still being written."""
         self.checkpoints.abandon()

@@ -21,7 +21,7 @@ class Validation(Observer):
 
     Args:
         training: What trains.
-        log: Of the run.
+        log: The metrics of the run.
         target: A loss at which the run may stop; None: there is none.
     """
 
@@ -56,7 +56,7 @@ def validate(training: Training) -> float:
         Diverged: It is not finite; on every rank.
     """
     settings = training.config.train
-    training.model.eval()
+    training.model.eval()  # no dropout, and BatchNorm by its running statistics
     # sum of the losses, number of samples: a rank's part of the last batch may be smaller
     sums = torch.zeros(2, dtype=torch.float64, device=training.world.device)
     own_batches = validation_batches(
@@ -87,6 +87,8 @@ def _sum_of_losses(training: Training, indices: np.ndarray) -> torch.Tensor:
     parts = np.array_split(indices, training.accumulation)
     sizes = [len(part) for part in parts]
     filled = [part if len(part) else _FIRST_SAMPLE for part in parts]
+    # Weighted by the number of samples: in a mean over parts the samples of a short one would count
+    # more.
     losses = training.model.losses(training.loader.read(training.task.val, filled))
     counts = torch.tensor(sizes, dtype=torch.float64, device=losses.device)
     return torch.stack([losses @ counts, counts.sum()])

@@ -11,8 +11,8 @@ from labcode.parallel.model import Batch, ParallelModel
 from labcode.precision.record import Recorder
 
 
-class SecondLook:
-    """Repeats a step with the same weights, samples and random numbers, and looks at each tensor.
+class StepReplay:
+    """Repeats a step with the same weights, samples and random numbers, and checks each tensor.
 
     Args:
         model: This rank's part.
@@ -27,12 +27,8 @@ class SecondLook:
         self._random: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """Remember where the random numbers are; before each step."""
-        self._random = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            self._random.append(torch.cuda.get_rng_state(self._device))
-        for module in self._isolated():
-            self._random.append(module.stream.state)
+        """Remember the states of all random generators; called before each step."""
+        self._random = self._random_states()
 
     def is_bad(self, loss: torch.Tensor, grad_norm: float) -> bool:
         """Whether any rank has a loss or a gradient norm that is not finite.
@@ -44,20 +40,22 @@ class SecondLook:
         dist.all_reduce(bad, dist.ReduceOp.MAX)
         return bad.item() > 0
 
-    def line(self, batches: Sequence[Batch], loss_scale: float) -> str:
-        """What is found when the step runs again; the gradients are as before it.
+    def report(self, batches: Sequence[Batch], loss_scale: float) -> str:
+        """One line about what was found when the step ran again; gradients are as before it.
 
         Communicates: what the step does, and `Recorder.first_not_finite`.
         """
+        # Put aside, not copied: the caller still has to unscale and judge them. For the replay a
+        # second set of gradients is allocated, of a run that stops or leaves the step out anyway.
         before = [param.grad for param in self._model.weights.values()]
         self._forget_gradients()
-        later = self._where_random_is()
-        self._go_to(self._random)
+        later = self._random_states()
+        self._set_random_states(self._random)
         recorder = Recorder(self._model)
         with recorder.step(1, batches, loss_scale):
             self._model.forward_backward(batches, loss_scale)
         finding = recorder.first_not_finite()
-        self._go_to(later)
+        self._set_random_states(later)
         self._forget_gradients()
         for param, grad in zip(self._model.weights.values(), before):
             param.grad = grad
@@ -70,14 +68,18 @@ class SecondLook:
         for param in params:
             param.grad = None
 
-    def _where_random_is(self) -> list[torch.Tensor]:
-        remembered = self._random
-        self.begin()
-        now = self._random
-        self._random = remembered
-        return now
+    def _random_states(self) -> list[torch.Tensor]:
+        """The states of the generators of this process, then of each isolated stream."""
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        for module in self._isolated():
+            states.append(module.stream.state)
+        return states
 
-    def _go_to(self, states: Sequence[torch.Tensor]) -> None:
+    def _set_random_states(self, states: Sequence[torch.Tensor]) -> None:
+        """Give all generators the states of `_random_states`."""
+        # in the order in which they were taken
         left = list(states)
         torch.set_rng_state(left.pop(0))
         if self._device.type == "cuda":
