@@ -97,7 +97,7 @@ def examine(out: Path, env: Mapping[str, str], with_ranks: bool) -> Iterator[Che
     cluster = machine.find_cluster()
     yield machine.check_slurm(cluster)
     yield machine.check_ports()
-    yield machine.check_master_port()
+    yield machine.check_master_port(several_nodes=cluster is not None)
     yield machine.check_host_name(socket.gethostname(), several_nodes=cluster is not None)
     yield machine.check_shared_memory()
     yield machine.check_output(out)
