@@ -71,7 +71,9 @@ class Parser(argparse.ArgumentParser):
         known = [name for name in self._option_string_actions if name.startswith("--")]
         name = word.partition("=")[0]
         if name.startswith("--") and not any(option.startswith(name) for option in known):
-            raise UsageError(unknown("option", shown(name).strip("'"), known, quoted=False))
+            typed = shown(name).strip("'")
+            all_in = f"{self.prog} --help"
+            raise UsageError(unknown("option", typed, known, quoted=False, all_in=all_in))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

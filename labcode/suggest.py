@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable
 
 LAST_PART_CUTOFF = 0.7  # a short word is easily like another: 0.6, difflib's own, finds nonsense
+MOST_LISTED = 8  # names that can stand behind a suggestion without hiding it
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
@@ -23,8 +24,19 @@ def closest(word: str, known: Iterable[str]) -> str | None:
         same = begun or [name for name in names if _last_part(name).startswith(word.lstrip("-"))]
     if same:
         return difflib.get_close_matches(word, same, n=1, cutoff=0)[0]
-    matches = difflib.get_close_matches(word, names, n=1)
+    # what is alike in the section alone is not meant: "optim.zzz" is no "optim.lr"
+    alike = [name for name in names if _are_alike(last, _last_part(name))]
+    section = word.rpartition(".")[0]
+    beside = [name for name in alike if section and name.rpartition(".")[0] == section]
+    matches = difflib.get_close_matches(word, beside or alike, n=1)
     return matches[0] if matches else None
+
+
+def _are_alike(word: str, other: str) -> bool:
+    """Whether one may be a slip for the other; difflib finds no likeness in "rl" and "lr"."""
+    if sorted(word) == sorted(other):
+        return True
+    return bool(difflib.get_close_matches(word, [other]))
 
 
 def _last_part(name: str) -> str:
@@ -39,6 +51,7 @@ def unknown(
     listed: Iterable[str] | None = None,
     quoted: bool = True,
     meant: str | None = None,
+    all_in: str | None = None,
 ) -> str:
     """The one-line message for a name that does not exist.
 
@@ -52,6 +65,7 @@ def unknown(
         listed: The names to list in the message where `known` is too long; None lists all.
         quoted: Whether `word` stands in quotes; names of fields and options stand without.
         meant: The name to suggest, where that is known; None looks for the most similar one.
+        all_in: A command that lists all names. A long list gives way to it where one is suggested.
 
     Held by: tests/unit/test_suggest.py
     """
@@ -62,4 +76,6 @@ def unknown(
     hint = f"did you mean {match}? " if match else ""
     if not shown:
         return f"unknown {what} {typed}: {hint}there are none"
+    if match and all_in and len(shown) > MOST_LISTED:
+        return f"unknown {what} {typed}: {hint}{all_in} lists all"
     return f"unknown {what} {typed}: {hint}there are {', '.join(shown)}"

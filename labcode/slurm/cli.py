@@ -157,8 +157,9 @@ def _check_name(name: str) -> None:
     known = [_dashed(field.name) for field in fields(Options)]
     flags = [_dashed(f"no_{field.name}") for field in fields(Options) if field.type is bool]
     if name.replace("_", "-") not in (*known, *flags):
-        message = unknown("option", name, known, quoted=False, meant=WORDS_OF_SBATCH.get(name))
-        raise UsageError(f"{message}, and fields of the recipe")
+        meant = WORDS_OF_SBATCH.get(name)
+        all_in = f"{PROGRAM} submit --help"
+        raise UsageError(unknown("option", name, known, quoted=False, meant=meant, all_in=all_in))
 
 
 def _dashed(name: str) -> str:
