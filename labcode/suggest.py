@@ -2,9 +2,13 @@
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
+
+from labcode.files import written_at
 
 LAST_PART_CUTOFF = 0.7  # a short word is easily like another: 0.6, difflib's own, finds nonsense
 MOST_LISTED = 8  # names that can stand behind a suggestion without hiding it
+RUN_FOLDERS = ("runs", "notebooks/runs", "solutions/runs")  # where runs of the course lie
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
@@ -79,3 +83,29 @@ def unknown(
     if match and all_in and len(shown) > MOST_LISTED:
         return f"unknown {what} {typed}: {hint}{all_in} lists all"
     return f"unknown {what} {typed}: {hint}there are {', '.join(shown)}"
+
+
+def run_near(path: Path) -> str:
+    """What to give in place of a path that is no run's folder: the nearest run, and the newest.
+
+    Looked for in the folder itself, beside it, and where runs of the course lie.
+
+    Args:
+        path: As it was given.
+    """
+    places = [path, path.parent, *map(Path, RUN_FOLDERS)]
+    configs: dict[Path, Path] = {}  # one path to each, as short as it was given
+    for place in places:
+        for config in place.glob("*/config.json"):
+            configs.setdefault(config.resolve(), config)
+    newest_first = sorted(configs.values(), key=written_at, reverse=True)
+    runs = [str(config.parent) for config in newest_first]
+    if not runs:
+        return "give the folder that a training printed; no run lies near it"
+    named = {Path(run).name: run for run in reversed(runs)}
+    match = closest(path.name, named)
+    hint = f"did you mean {named[match]}? " if match else ""
+    shown = ", ".join(runs[:MOST_LISTED])
+    if len(runs) > MOST_LISTED:
+        return f"{hint}the newest of {len(runs)} runs are {shown}"
+    return f"{hint}there are {shown}"

@@ -16,7 +16,7 @@ MISTAKES = {
     "--not-there": "error: unknown option --not-there: there are --help, --out, --no-ranks",
     "hang --apart soon": "error: --apart: 'soon' is not a number",
     "hang no/such/run": "error: no/such/run is no folder, no process and no job: give the folder "
-    "of a run, such as runs/gpt_tiny-001",
+    "of a run that goes on, and none does in ",
 }
 
 
