@@ -128,6 +128,9 @@ def test_every_field_is_read_back_from_its_own_value(name, data):
         ("--parallel.layers_per_stage 1 x", "^--parallel.layers_per_stage: 'x' is not a whole"),
         ("--parallel.layers_per_stage", "^--parallel.layers_per_stage needs a value: "),
         ("20", "^what is '20'[?] write --section.field value$"),
+        ("train.steps=20", "^what is 'train.steps=20'[?] write --train.steps=20$"),
+        ("-train.steps 20", "^what is '-train.steps'[?] write --train.steps value$"),
+        ("\N{EN DASH}train.steps 20", "[?] write --train.steps value$"),
         ("--checkpoint.keep 0", "keep=0: give a number above 0"),
         ("--checkpoint.every -1", "every=-1: give the steps between checkpoints"),
         (
@@ -150,6 +153,16 @@ def test_a_wrong_command_line_gives_one_line_that_says_what_exists(words, messag
 def test_an_unknown_recipe_is_refused_with_those_that_exist():
     with pytest.raises(command.UsageError, match="did you mean gpt_tiny"):
         command.parse(["gpt_tini"])
+
+
+def test_a_first_word_that_is_no_recipe_says_what_it_is(tmp_path):
+    with pytest.raises(command.UsageError, match=r"train gpt_tiny --train.steps [.]{3}$"):
+        command.parse(["--train.steps", "20", "gpt_tiny"])
+    with pytest.raises(command.UsageError, match="did you mean gpt_tiny"):
+        command.parse(["--gpt_tiny"])
+    (tmp_path / "config.json").touch()
+    with pytest.raises(command.UsageError, match=r"is a run and no recipe: .*--checkpoint.resume"):
+        command.parse([str(tmp_path)])
 
 
 def test_heads_and_hidden_size_are_checked_once_both_are_changed():

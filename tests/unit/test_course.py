@@ -360,6 +360,48 @@ def test_the_command_shows_one_lesson_by_its_number_with_or_without_the_zero(fol
     assert "'restart 4' is no lesson" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--ways", "python -m labcode ways"),
+        ("--way ddp", "python -m labcode way ddp"),
+        ("--reset 04", "python -m labcode reset 04"),
+        ("wyas", "did you mean ways?"),
+        ("ways ddp", "python -m labcode way ddp"),
+        ("ddp", "python -m labcode way ddp"),
+        ("reset", "python -m labcode reset 04"),
+        ("lesson 4", "python -m labcode 4"),
+        ("train gpt_tiny --parallel.tp 2", "python -m labcode.train gpt_tiny --parallel.tp 2"),
+        ("--doctor", "python -m labcode.doctor"),
+        ("watch runs/x", "python -m labcode.train.watch runs/x"),
+        ("lab", "make lab"),
+        ("next", "python -m labcode"),
+        ("--version", "python -m labcode.doctor"),
+        ("hint 4.1", "hint('4.1')"),
+    ],
+)
+def test_a_slip_is_one_line_that_says_what_to_type(typed, meant, folder, capsys):
+    assert command.main(typed.split(), folder) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith("error: ")
+    assert meant in line
+    if "?" not in meant:
+        assert line.endswith(f": {meant}")
+
+
+def test_an_exercise_and_a_notebook_lead_to_their_lesson(folder, capsys):
+    known = course.lessons(folder)[0]
+    for typed in (
+        f"{int(known.number)}.1",
+        known.notebook.name,
+        f"notebooks/{known.notebook.stem}",
+    ):
+        assert command.main([typed], folder) == 2
+        assert capsys.readouterr().err.endswith(f": python -m labcode {known.number}\n")
+
+
 def test_a_lesson_begins_anew_and_the_old_notebook_is_kept(folder, capsys):
     known = course.lessons(folder)[0]
     fresh = known.notebook.read_bytes()

@@ -10,6 +10,10 @@ from labcode.doctor import __main__ as doctor
 MISTAKES = {
     "hnag": "error: unknown command 'hnag': did you mean hang? there are hang, job, nccl; without "
     "one it checks this installation",
+    "--hang": "error: --hang is a command and no option: python -m labcode.doctor hang",
+    "watch": "error: watch is for a loop of your own",
+    ".": "error: . is a folder: python -m labcode.doctor hang . asks its ranks where they are",
+    "no/such/run": "error: no/such/run does not exist: ",
     "job": "error: FILE missing: python -m labcode.doctor job --help says what they are",
     "job --waht x": "error: unknown option --waht: there are --help",
     "--no-rank --ou x y": "error: what is 'y'?",
