@@ -57,12 +57,13 @@ def test_lessons(folder):
 
 
 def test_the_solution_of_an_exercise_is_known_with_its_section(folder):
-    assert course.solution_of("4.1", folder) == ""  # a copy of the course without solutions
+    assert course.solution_of("4.1", folder) is None  # a copy of the course without solutions
     solutions = folder.with_name("solutions")
     solutions.mkdir()
     (solutions / "04_ddp.ipynb").write_text("{}")
-    assert course.solution_of("4.1", folder) == "solutions/04_ddp.ipynb"
-    assert course.solution_of("9.9", folder) == ""
+    place = "solutions/04_ddp.ipynb"
+    assert course.solution_of("4.1", folder) == (place, f"../{place}")
+    assert course.solution_of("9.9", folder) is None
 
 
 def test_every_exercise_of_the_course_has_a_section_where_it_is_solved():
@@ -70,9 +71,12 @@ def test_every_exercise_of_the_course_has_a_section_where_it_is_solved():
     exercises = [name for lesson in course.lessons(folder) for name in lesson.exercises]
     assert len(exercises) > 100
     for name in exercises:
-        assert ", section " in course.solution_of(name, folder), name
+        assert ", section " in course.solution_of(name, folder).place, name
+        assert course.check_call(name, folder).startswith(f'check("{name}", '), name
     topic = "solutions/01_processes_and_collectives.ipynb"
-    assert course.solution_of("1.1", folder) == f"{topic}, section 4"
+    found = course.solution_of("1.1", folder)
+    assert found.place == f"{topic}, section 4"
+    assert found.address.startswith(f"../{topic}#heading=4.-")
 
 
 def test_the_folder_is_found_from_the_course_from_the_notebooks_and_from_elsewhere(
