@@ -7,6 +7,7 @@ python -m labcode reset 04    begin it anew; your notebook is kept beside the ne
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -20,7 +21,25 @@ An exercise is done when its check in the notebook says so.
 """
 
 
+PROGRAM = "python -m labcode"
 WORDS = ("ways", "way", "reset")  # beside the number of a lesson
+# What people ask this program for, and what has it.
+ELSEWHERE = {
+    "train": "python -m labcode.train",
+    "watch": "python -m labcode.train.watch",
+    "sweep": "python -m labcode.train.sweep",
+    "slurm": "python -m labcode.slurm",
+    "submit": "python -m labcode.slurm submit",
+    "perf": "python -m labcode.perf",
+    "plan": "python -m labcode.perf plan",
+    "doctor": "python -m labcode.doctor",
+    "lab": "make lab",
+    "version": "python -m labcode.doctor",
+    "next": PROGRAM,
+    "progress": PROGRAM,
+    "status": PROGRAM,
+    "lessons": PROGRAM,
+}
 
 
 def main(arguments: list[str] | None = None, start: Path | None = None) -> int:
@@ -30,12 +49,15 @@ def main(arguments: list[str] | None = None, start: Path | None = None) -> int:
         arguments: Without the program's name; None: those of this process.
         start: Where to look for the notebooks first; None: here.
     """
-    parser = argparse.ArgumentParser(prog="python -m labcode", description=__doc__, epilog=EPILOG)
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, epilog=EPILOG)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "words", nargs="*", metavar="LESSON", help="its number, or: ways, way NAME, reset NUMBER"
     )
-    words = parser.parse_args(arguments).words
+    given = sys.argv[1:] if arguments is None else arguments
+    words = given
+    if "-h" in given or "--help" in given:
+        words = parser.parse_args(given).words
     folder = course.notebooks_folder(start or Path.cwd())
     if folder is None:
         print(
@@ -64,9 +86,7 @@ def answer(words: list[str], folder: Path) -> list[str]:
         return ways(course.lessons(folder))
     if words[0] == "way" and len(words) <= 2:
         return way(words[1:], folder)
-    if len(words) == 1 and words[0] != "reset":
-        if words[0].isalpha():  # every number of a lesson begins with a digit
-            raise ValueError(suggest.unknown("word", words[0], WORDS))
+    if len(words) == 1 and words[0][:1].isdigit() and "." not in words[0]:
         return about(course.find(words[0], folder), folder)
     if len(words) == 2 and words[0] == "reset":
         lesson = course.find(words[1], folder)
@@ -75,10 +95,49 @@ def answer(words: list[str], folder: Path) -> list[str]:
         if kept is None:
             return [f"{name} is as new: you had not changed it"]
         return [f"{name} is as new, its exercises are open; yours is {kept.name}, beside it"]
-    raise ValueError(
+    raise ValueError(_not_understood(words, folder))
+
+
+def _not_understood(words: list[str], folder: Path) -> str:
+    """The one-line message for words that are none of this program: what was probably meant."""
+    first = words[0]
+    name = first.lstrip("-")
+    rest = [name, *words[1:]]
+    if name in ELSEWHERE:
+        line = " ".join([ELSEWHERE[name], *(words[1:] if "labcode." in ELSEWHERE[name] else [])])
+        return f"{first} is no word of this program: {line}"
+    if name in ("check", "hint"):
+        return f"{first} is for a cell of the lesson's notebook: {name}({rest[-1]!r})"
+    if name in course.WAYS:
+        return f"{first} is the name of a way: {PROGRAM} way {name}"
+    if name == "ways" and len(words) == 2:
+        return f"ways shows all of them, way takes one: {PROGRAM} way {words[1]}"
+    if name == "reset" and len(words) != 2:
+        return f"reset takes the number of one lesson: {PROGRAM} reset 04"
+    if name == "lesson" and len(words) == 2:
+        return f"the number of a lesson is enough: {PROGRAM} {words[1]}"
+    lesson = _lesson_in(Path(first).name, folder)
+    if lesson is not None:
+        return f"{first} belongs to lesson {lesson}: {PROGRAM} {lesson}"
+    if first != name and name in WORDS:
+        return f"{first} is a word and no option: {PROGRAM} {' '.join(rest)}"
+    if len(words) == 1:
+        return suggest.unknown("word", first, WORDS)
+    return (
         f"{' '.join(words)!r} is no lesson: give a number, ways, way and a name, or reset and a "
         "number"
     )
+
+
+def _lesson_in(word: str, folder: Path) -> str | None:
+    """The lesson to which an exercise, "4.1", or a notebook's name belongs."""
+    number = re.match(r"(\d+b?)(?:\.\d|_)", word)
+    if number is None:
+        return None
+    try:
+        return course.find(number[1], folder).number
+    except ValueError:
+        return None
 
 
 def about(lesson: course.Lesson, folder: Path) -> list[str]:

@@ -16,7 +16,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,7 +71,23 @@ class Parser(argparse.ArgumentParser):
         known = [name for name in self._option_string_actions if name.startswith("--")]
         name = word.partition("=")[0]
         if name.startswith("--") and not any(option.startswith(name) for option in known):
-            raise UsageError(unknown("option", shown(name).strip("'"), known, quoted=False))
+            commands = self._commands()
+            check_no_command(name, commands, self.prog)
+            for command, parser in commands.items():
+                if name in parser._option_string_actions:
+                    raise UsageError(
+                        f"{name} stands behind a command: {self.prog} {command} {name}"
+                    )
+            typed = shown(name).strip("'")
+            all_in = f"{self.prog} --help"
+            raise UsageError(unknown("option", typed, known, quoted=False, all_in=all_in))
+
+    def _commands(self) -> dict[str, argparse.ArgumentParser]:
+        """{command: its parser}, if it has any."""
+        if self._subparsers is None:
+            return {}
+        (action,) = self._subparsers._group_actions
+        return dict(action.choices or {})  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
@@ -80,6 +96,19 @@ class Parser(argparse.ArgumentParser):
         if action.option_strings:
             raise UsageError(f"{action.option_strings[-1]}: {unknown('value', str(value), names)}")
         raise UsageError(unknown(action.dest, str(value), names))
+
+
+def check_no_command(word: str, commands: Iterable[str], program: str) -> None:
+    """Raises UsageError for a command that was written as an option.
+
+    Args:
+        word: As it was typed: "--plan".
+        commands: Those of the program.
+        program: How it is called.
+    """
+    name = word.lstrip("-")
+    if word != name and name in commands:
+        raise UsageError(f"{word} is a command and no option: {program} {name}")
 
 
 def count(word: str) -> int:

@@ -10,12 +10,14 @@ behind those of its caller. A wrong word is an error of one line that says what 
 
 import ast
 import inspect
+import re
 import textwrap
 import tokenize
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from io import StringIO
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pydantic
@@ -27,6 +29,7 @@ from labcode.files import print_out
 
 PROGRAM = "python -m labcode.train"
 HELP = ("-h", "--help")
+DASHES = "-\N{EN DASH}\N{EM DASH}"  # a word processor makes one long dash of two
 MOST_NAME_CHARACTERS = 100  # of an option
 
 
@@ -44,6 +47,7 @@ def parse(args: Sequence[str]) -> Config:
     if not args or args[0] in HELP:
         print_out(_recipe_help())
         raise SystemExit(0)
+    _check_recipe(args)
     try:
         recipe = recipes.get(args[0])
     except ValueError as error:
@@ -56,6 +60,19 @@ def parse(args: Sequence[str]) -> Config:
         return recipes.with_changes(recipe, read_changes(recipe, words))
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def _check_recipe(args: Sequence[str]) -> None:
+    """Raises UsageError for a first word that is known, but is no recipe."""
+    first = args[0]
+    if first.startswith("-") and first.lstrip("-") not in recipes.RECIPES:
+        named = next((word for word in args if word in recipes.RECIPES), "RECIPE")
+        raise UsageError(f"the recipe comes before {shown(first)}: {PROGRAM} {named} {first} ...")
+    if (Path(first) / "config.json").is_file():
+        raise UsageError(
+            f"{shown(first)} is a run and no recipe: to go on with it, "
+            f"{PROGRAM} RECIPE --checkpoint.resume --train.out {first}"
+        )
 
 
 # ---- reading
@@ -111,10 +128,18 @@ def _options(words: Sequence[str]) -> list[_Option]:
                 raise UsageError(f"what is {shown(word)}? write --section.field value")
             options.append(_Option(name.replace("-", "_"), [value] if equals else []))
         elif not options:
-            raise UsageError(f"what is {shown(word)}? write --section.field value")
+            raise UsageError(f"what is {shown(word)}? write {_as_option(word)}")
         else:
             options[-1].values.append(word)
     return options
+
+
+def _as_option(word: str) -> str:
+    """How a word that stands where an option was expected may have been meant."""
+    bare = word.lstrip(DASHES)
+    if re.fullmatch(r"\w+\.\w+(=.*)?", bare):
+        return f"--{bare}" if "=" in bare else f"--{bare} value"
+    return "--section.field value"
 
 
 def _path(name: str, config: object, known: Mapping[str, object]) -> tuple[str, bool]:

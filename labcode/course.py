@@ -4,6 +4,7 @@ A lesson is a student notebook, `notebooks/NN_topic.ipynb`. Exercises that passe
 beside the notebooks, which git ignores. No torch, so that `python -m labcode` answers at once.
 """
 
+import ast
 import contextlib
 import json
 import re
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from labcode import suggest
 from labcode.files import write_atomically
 
+BESIDE_THE_LIBRARY = Path(__file__).resolve().parents[1] / "notebooks"
 PROGRESS = ".progress.json"  # beside the notebooks
 KEPT = ".yours-"  # in the name of a notebook of a learner's that was put aside
 CHECK = re.compile(r"\bcheck\(\s*[\"']([\w.]+)[\"']")
@@ -292,8 +294,7 @@ class Lesson(NamedTuple):
 
 def notebooks_folder(start: Path) -> Path | None:
     """The folder of the student notebooks: `start`, one below it, or the one beside the library."""
-    beside_the_library = Path(__file__).resolve().parents[1]
-    for folder in (start, start / "notebooks", beside_the_library / "notebooks"):
+    for folder in (start, start / "notebooks", BESIDE_THE_LIBRARY):
         if lessons(folder):
             return folder
     return None
@@ -401,15 +402,27 @@ def _lesson(path: Path) -> Lesson | None:
     return Lesson(number, title, minutes, tuple(exercises), path, needs, tuple(parts))
 
 
-def solution_of(exercise: str, folder: Path) -> str:
-    """Where an exercise is solved, as "solutions/01_topic.ipynb, section 4".
+class Solution(NamedTuple):
+    """Where an exercise is solved.
+
+    Args:
+        place: "solutions/01_topic.ipynb, section 4".
+        address: What leads there from a notebook of the course in JupyterLab.
+    """
+
+    place: str
+    address: str
+
+
+def solution_of(exercise: str, folder: Path) -> Solution | None:
+    """Where an exercise is solved.
 
     Args:
         exercise: "1.2".
         folder: Of the student notebooks; the solutions lie beside it.
 
     Returns:
-        The place; "" where there is none, as in a copy of the course without solutions.
+        The place; None where there is none, as in a copy of the course without solutions.
     """
     for lesson in lessons(folder):
         solution = folder.absolute().parent / "solutions" / lesson.notebook.name
@@ -417,8 +430,38 @@ def solution_of(exercise: str, folder: Path) -> str:
             place = f"solutions/{solution.name}"
             for section in lesson.sections:
                 if exercise in section.exercises and section.number is not None:
-                    return f"{place}, section {section.number}"
-            return place
+                    there = f"{place}, section {section.number}"
+                    return Solution(there, f"../{place}#{section.anchor}")
+            return Solution(place, f"../{place}")
+    return None
+
+
+def check_call(exercise: str, folder: Path) -> str:
+    """The call in the check cell of an exercise, as `check("4.1", average_gradients, ranks)`.
+
+    Args:
+        exercise: "4.1".
+        folder: Of the student notebooks.
+
+    Returns:
+        The call; "" where no notebook of the folder has it.
+    """
+    lesson = exercise.partition(".")[0]
+    for path in sorted(folder.glob(f"{lesson:0>2}*_*.ipynb")):  # "03" and "03b"
+        for cell in _json(path).get("cells", []):
+            text = "".join(cell["source"])
+            if cell["cell_type"] == "code" and exercise in CHECK.findall(text):
+                return _call_in(text, exercise)
+    return ""
+
+
+def _call_in(text: str, exercise: str) -> str:
+    """The call of `check` for an exercise in the source of a cell, on one line."""
+    with contextlib.suppress(SyntaxError):  # a cell with a magic has no call that can be read
+        for node in ast.walk(ast.parse(text)):
+            call = ast.get_source_segment(text, node) if isinstance(node, ast.Call) else None
+            if call and CHECK.match(call) and exercise in CHECK.findall(call):
+                return " ".join(call.split())
     return ""
 
 

@@ -75,6 +75,11 @@ def remove_unfinished(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def written_at(path: Path) -> float:
+    """When a file was written last, in seconds: the key by which files are sorted by age."""
+    return path.stat().st_mtime
+
+
 def is_held(folder: Path) -> bool:
     """Whether a process trains into a folder: the kernel frees the lock of one that is gone."""
     try:

@@ -176,12 +176,30 @@ def _replaced(config: Any, tree: Mapping[str, Any]) -> Any:
 # Last parts of names that people know from elsewhere: the field here.
 CALLED_HERE = {
     "batch_size": "train.global_batch",
+    "bs": "train.global_batch",
+    "grad_accum": "train.micro_batch",
+    "gradient_accumulation_steps": "train.micro_batch",
     "epochs": "train.steps",
+    "max_iters": "train.steps",
     "learning_rate": "optim.lr",
-    "d_model": "model.hidden_size",
-    "seq_len": "model.context_length",
-    "block_size": "model.context_length",
+    "optimizer": "optim.name",
+    "wd": "optim.weight_decay",
+    "grad_clip": "optim.clip_norm",
     "warmup": "optim.warmup_steps",
+    "precision": "train.dtype",
+    "amp": "train.dtype",
+    "bf16": "train.dtype",
+    "fp16": "train.dtype",
+    "fsdp": "parallel.zero_stage",
+    "recompute": "parallel.activation_checkpointing",
+    "d_model": "model.hidden_size",
+    "n_embd": "model.hidden_size",
+    "seq_len": "model.context_length",
+    "max_length": "model.context_length",
+    "block_size": "model.context_length",
+    "num_workers": "loader.workers",
+    "save_every": "checkpoint.every",
+    "save_steps": "checkpoint.every",
     "output_dir": "train.out",
 }
 # The same for what no field says.
@@ -202,14 +220,23 @@ def unknown_field(path: str, known: Mapping[str, object], dashes: str = "") -> s
             f"unknown field {dashes}{path}: each rank takes a GPU if there is one, and 2 ranks are "
             "started by torchrun --nproc-per-node 2 -m labcode.train RECIPE"
         )
-    # Of the section that is meant all fields are listed, otherwise only the sections.
+    # What is like no other gets the fields of its section, or the sections.
     section = path.split(".")[0]
     listed = [name for name in known if name.startswith(f"{section}.")]
+    if listed and path == section:
+        return f"unknown field {dashes}{path}: it is a section, of {', '.join(listed)}"
     if not listed:
         listed = sorted({name.split(".")[0] for name in known})
     spelled = [dashes + name for name in known]
+    recipe = known.get("name") or "RECIPE"
     here = CALLED_HERE.get(last)
     meant = f"{dashes}{here}" if here in known else None
     return suggest.unknown(
-        "field", dashes + path, spelled, listed=listed, quoted=False, meant=meant
+        "field",
+        dashes + path,
+        spelled,
+        listed=listed,
+        quoted=False,
+        meant=meant,
+        all_in=f"python -m labcode.train {recipe} --help",
     )

@@ -2,8 +2,13 @@
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
+
+from labcode.files import written_at
 
 LAST_PART_CUTOFF = 0.7  # a short word is easily like another: 0.6, difflib's own, finds nonsense
+MOST_LISTED = 8  # names that can stand behind a suggestion without hiding it
+RUN_FOLDERS = ("runs", "notebooks/runs", "solutions/runs")  # where runs of the course lie
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
@@ -23,8 +28,19 @@ def closest(word: str, known: Iterable[str]) -> str | None:
         same = begun or [name for name in names if _last_part(name).startswith(word.lstrip("-"))]
     if same:
         return difflib.get_close_matches(word, same, n=1, cutoff=0)[0]
-    matches = difflib.get_close_matches(word, names, n=1)
+    # what is alike in the section alone is not meant: "optim.zzz" is no "optim.lr"
+    alike = [name for name in names if _are_alike(last, _last_part(name))]
+    section = word.rpartition(".")[0]
+    beside = [name for name in alike if section and name.rpartition(".")[0] == section]
+    matches = difflib.get_close_matches(word, beside or alike, n=1)
     return matches[0] if matches else None
+
+
+def _are_alike(word: str, other: str) -> bool:
+    """Whether one may be a slip for the other; difflib finds no likeness in "rl" and "lr"."""
+    if sorted(word) == sorted(other):
+        return True
+    return bool(difflib.get_close_matches(word, [other]))
 
 
 def _last_part(name: str) -> str:
@@ -39,6 +55,7 @@ def unknown(
     listed: Iterable[str] | None = None,
     quoted: bool = True,
     meant: str | None = None,
+    all_in: str | None = None,
 ) -> str:
     """The one-line message for a name that does not exist.
 
@@ -52,6 +69,7 @@ def unknown(
         listed: The names to list in the message where `known` is too long; None lists all.
         quoted: Whether `word` stands in quotes; names of fields and options stand without.
         meant: The name to suggest, where that is known; None looks for the most similar one.
+        all_in: A command that lists all names. A long list gives way to it where one is suggested.
 
     Held by: tests/unit/test_suggest.py
     """
@@ -62,4 +80,32 @@ def unknown(
     hint = f"did you mean {match}? " if match else ""
     if not shown:
         return f"unknown {what} {typed}: {hint}there are none"
+    if match and all_in and len(shown) > MOST_LISTED:
+        return f"unknown {what} {typed}: {hint}{all_in} lists all"
     return f"unknown {what} {typed}: {hint}there are {', '.join(shown)}"
+
+
+def run_near(path: Path) -> str:
+    """What to give in place of a path that is no run's folder: the nearest run, and the newest.
+
+    Looked for in the folder itself, beside it, and where runs of the course lie.
+
+    Args:
+        path: As it was given.
+    """
+    places = [path, path.parent, *map(Path, RUN_FOLDERS)]
+    configs: dict[Path, Path] = {}  # one path to each, as short as it was given
+    for place in places:
+        for config in place.glob("*/config.json"):
+            configs.setdefault(config.resolve(), config)
+    newest_first = sorted(configs.values(), key=written_at, reverse=True)
+    runs = [str(config.parent) for config in newest_first]
+    if not runs:
+        return "give the folder that a training printed; no run lies near it"
+    named = {Path(run).name: run for run in reversed(runs)}
+    match = closest(path.name, named)
+    hint = f"did you mean {named[match]}? " if match else ""
+    shown = ", ".join(runs[:MOST_LISTED])
+    if len(runs) > MOST_LISTED:
+        return f"{hint}the newest of {len(runs)} runs are {shown}"
+    return f"{hint}there are {shown}"

@@ -21,10 +21,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from labcode import suggest
-from labcode.arguments import Parser
+from labcode.arguments import Parser, check_no_command
 from labcode.doctor import logs, machine, variables
 from labcode.doctor.checked import RIGHT, WARNING, WRONG, Checked, wrong
 from labcode.hardware import gpus_of_driver, usable_cores
+
+PROGRAM = "python -m labcode.doctor"
+COMMANDS = ("hang", *logs.HELP)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,12 +43,10 @@ def main(arguments: list[str] | None = None) -> int:
     if command in logs.HELP:
         return logs.main(command, words[1:])
     if command is not None:
-        listed = ("hang", *logs.HELP)
-        message = suggest.unknown("command", command, listed)
-        print(f"error: {message}; without one it checks this installation", file=sys.stderr)
+        print(f"error: {_no_command(command)}", file=sys.stderr)
         return 2
     parser = Parser(
-        prog="python -m labcode.doctor",
+        prog=PROGRAM,
         description=(__doc__ or "").partition("\n")[0],
         epilog="hang [RUN | PID | JOB]: who is where in a job that stands still; "
         "job FILE...: what failed first; nccl FILE...: who talks to whom over what. "
@@ -56,6 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--no-ranks", action="store_true", help="start no processes that talk to each other"
     )
     try:
+        if words:
+            check_no_command(words[0], COMMANDS, PROGRAM)
         options = parser.parse_args(words)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -66,6 +69,24 @@ def main(arguments: list[str] | None = None) -> int:
         levels[checked.level] += 1
     print(f"{levels[RIGHT]} right, {levels[WARNING]} with a warning, {levels[WRONG]} wrong")
     return 1 if levels[WRONG] else 0
+
+
+def _no_command(word: str) -> str:
+    """The one-line message for a first word that is no command."""
+    path = Path(word)
+    if word == "watch":
+        return (
+            "watch is for a loop of your own, `with doctor.watch(model, optimizer):`; a run is "
+            "followed by python -m labcode.train.watch"
+        )
+    if path.is_dir():
+        return f"{word} is a folder: {PROGRAM} hang {word} asks its ranks where they are"
+    if path.is_file():
+        return f"{word} is a file: {PROGRAM} job {word} says what failed first in it"
+    if "/" in word:
+        return f"{word} does not exist: {suggest.run_near(path)}"
+    message = suggest.unknown("command", word, COMMANDS)
+    return f"{message}; without one it checks this installation"
 
 
 def _hang(words: list[str]) -> int:
@@ -97,7 +118,7 @@ def examine(out: Path, env: Mapping[str, str], with_ranks: bool) -> Iterator[Che
     cluster = machine.find_cluster()
     yield machine.check_slurm(cluster)
     yield machine.check_ports()
-    yield machine.check_master_port()
+    yield machine.check_master_port(several_nodes=cluster is not None)
     yield machine.check_host_name(socket.gethostname(), several_nodes=cluster is not None)
     yield machine.check_shared_memory()
     yield machine.check_output(out)

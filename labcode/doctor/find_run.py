@@ -42,9 +42,10 @@ def find_run(target: str | None, here: Path) -> Path:
             raise ValueError(f"{folder}: no process holds this run; it has ended, or is no run")
         return folder
     if not re.fullmatch("[0-9]{1,9}", target):
+        going = ", ".join(str(run) for run in held_runs(here / RUNS))
         raise ValueError(
-            f"{target} is no folder, no process and no job: give the folder of a run, such as "
-            "runs/gpt_tiny-001"
+            f"{target} is no folder, no process and no job: give the folder of a run that goes on"
+            f"{': ' + going if going else f', and none does in {here / RUNS}'}"
         )
     found = set(runs_of_process(int(target)))
     if found:

@@ -18,7 +18,9 @@ from labcode import units
 from labcode.doctor.checked import Checked, right, warning, wrong
 from labcode.slurm.run.client import Client, SlurmError
 
-TORCHRUN_PORT = 29500  # which torchrun takes without --standalone and --master-port
+# Where the ranks of several nodes meet unless torchrun is told another port. On one node it takes a
+# free one: with --standalone, and in PyTorch 2.13 without it (torch/distributed/run.py, `run`).
+TORCHRUN_PORT = 29500
 ANSWER_S = 5.0
 LEAST_SHARED_BYTES = 16 * units.MIB
 AMPLE_SHARED_BYTES = units.GIB  # a container of Docker has 64 MiB
@@ -83,21 +85,24 @@ def check_ports(host: str = "localhost") -> Checked:
     return right("ports", f"a free port of {host} was bound and reached")
 
 
-def check_master_port(port: int = TORCHRUN_PORT) -> Checked:
-    """The port that torchrun takes by default is free.
+def check_master_port(several_nodes: bool, port: int = TORCHRUN_PORT) -> Checked:
+    """The port at which torchrun lets several nodes meet by default is free.
 
     Args:
+        several_nodes: Whether jobs of several nodes run here; one node needs no fixed port.
         port: Its number.
     """
+    name = "torchrun's port"
     try:
         with socket.create_server(("", port)):
-            return right("torchrun's port", f"{port} is free")
+            return right(name, f"{port} is free")
     except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            cure = "torchrun --standalone takes a free one"
-            return warning("torchrun's port", f"{port}: {_reason(error)}", cure)
-        found = f"somebody listens at {port}, which torchrun takes by default"
-        return warning("torchrun's port", found, "torchrun --standalone takes a free one")
+        taken = error.errno == errno.EADDRINUSE
+        found = f"somebody listens at {port}" if taken else f"{port}: {_reason(error)}"
+    if several_nodes:
+        cure = "give torchrun another: --master-port, or the port of --rdzv-endpoint"
+        return warning(name, f"{found}, where the ranks of several nodes meet by default", cure)
+    return right(name, f"{found}: no matter on one machine, torchrun --standalone takes a free one")
 
 
 def check_host_name(name: str, several_nodes: bool) -> Checked:

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from labcode.suggest import run_near
+
 SUFFIXES = (".pt.trace.json", ".pt.trace.json.gz")  # as TensorBoard's profiler tab looks for them
 FOLDER = "profile"  # of a run
 PARTS = ("data", "forward", "backward", "communication", "optimizer")  # ranges of a step
@@ -148,7 +150,7 @@ def read(source: Any, rank: int | None = None) -> Trace:
         path = _file_of_run(path, rank)
     if not path.is_file():
         raise ValueError(
-            f"{path} does not exist: give a trace, or the folder of a run that has one"
+            f"{path} does not exist: give a trace, or the folder of a run; {run_near(path)}"
         )
     try:
         text = path.read_bytes()

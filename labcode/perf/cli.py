@@ -54,6 +54,11 @@ def main(words: Sequence[str]) -> int:
     """
     parser = _parser()
     try:
+        if words and words[0] in (*model_names(), *RECIPES):
+            raise ValueError(
+                f"a command comes before {words[0]}: "
+                f"{PROGRAM} fits --model {words[0]} --gpus 8 --gpu h100"
+            )
         options = parser.parse_args(words)
         if options.command is None:
             parser.print_help()

@@ -28,7 +28,6 @@ Source: Higham 1993, SIAM J. Sci. Comput. 14(4), for log2(K) of sums in pairs; H
 Held by: tests/ranks/test_bisect.py
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -38,8 +37,10 @@ from typing import Any
 
 import torch
 
+from labcode.arguments import Parser
 from labcode.precision.not_finite import BEFORE
 from labcode.precision.record import FOLDER
+from labcode.suggest import run_near
 from labcode.units import ranks_text
 
 SAFETY = 3.0
@@ -135,7 +136,7 @@ def compare(
     """
     for run in (run_a, run_b):
         if not run.is_dir():
-            raise ValueError(f"{run} does not exist: give the folder of a run")
+            raise ValueError(f"{run} does not exist: {run_near(run)}")
     records = [_record_of(run_a), _record_of(run_b)]
     steps = [_steps_in(record) for record in records]
     both = sorted(set(steps[0]) & set(steps[1]))
@@ -208,14 +209,17 @@ def report(rows: Sequence[Row], everything: bool = False) -> str:
 
 def main(args: Sequence[str]) -> int:
     """Run the program; returns 0 if no tensor departs, 1 if one does, 2 after a user error."""
-    parser = argparse.ArgumentParser(prog="python -m labcode.precision.bisect")
+    parser = Parser(
+        prog="python -m labcode.precision.bisect",
+        description="The first tensor by which two runs depart from each other.",
+    )
     parser.add_argument("run_a", type=Path, help="folder of a run with --debug.record_steps")
     parser.add_argument("run_b", type=Path, help="folder of another run of the same recipe")
     parser.add_argument("--step", type=int, help="which step; the first that both have")
     parser.add_argument("--tolerance", type=float, help="relative error that is allowed")
     parser.add_argument("--all", action="store_true", help="show all tensors")
-    given = parser.parse_args(args)
     try:
+        given = parser.parse_args(args)
         rows = compare(given.run_a, given.run_b, given.step, given.tolerance)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

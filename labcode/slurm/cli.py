@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from labcode.arguments import check_no_command
 from labcode.command import HELP, UsageError, field_table, read_changes
 from labcode.files import print_out, write_atomically
 from labcode.recipes import RECIPES
@@ -99,7 +100,7 @@ def main(args: Sequence[str]) -> int:
         return 0
     try:
         if args[0] not in COMMANDS:
-            raise UsageError(unknown("command", args[0], COMMANDS))
+            _refuse_command(args)
         target, options, overrides = parse(args[1:], args[0])
         return COMMANDS[args[0]](target, options, overrides)
     except KeyboardInterrupt:
@@ -127,6 +128,10 @@ def parse(args: Sequence[str], command: str = "submit") -> tuple[str | None, Opt
     words = list(args)
     if words and not words[0].startswith("-"):
         target = words.pop(0)
+    for word in words:
+        if word in SHORT_OF_SBATCH:
+            meant = SHORT_OF_SBATCH[word]
+            raise UsageError(f"{word} is an option of sbatch: here it is {meant}")
     if words and not words[0].startswith("--"):
         way_out = f"one recipe comes first, then options: {PROGRAM} {command} RECIPE --nodes 2"
         raise UsageError(f"what is {words[0]!r}? {way_out}")
@@ -144,11 +149,43 @@ def parse(args: Sequence[str], command: str = "submit") -> tuple[str | None, Opt
     return target, Options(**changes), overrides  # pyright: ignore[reportArgumentType]
 
 
+COMMANDS_OF_SLURM = {
+    "sbatch": "submit",
+    "srun": "submit",
+    "run": "submit",
+    "squeue": "status",
+    "sinfo": "status",
+    "queue": "status",
+    "scancel": "cancel",
+    "check": "lint",
+}
+
+
+def _refuse_command(args: Sequence[str]) -> None:
+    """Raises UsageError for a first word that is no command, with the one that is meant."""
+    first = args[0]
+    check_no_command(first, COMMANDS, PROGRAM)
+    if first in RECIPES:
+        raise UsageError(f"a command comes before {first}: {PROGRAM} submit {' '.join(args)}")
+    raise UsageError(unknown("command", first, COMMANDS, meant=COMMANDS_OF_SLURM.get(first)))
+
+
 WORDS_OF_SBATCH = {
     "--time": "--minutes",
     "--gpus": "--ranks-per-node",
     "--gpus-per-node": "--ranks-per-node",
     "--ntasks-per-node": "--ranks-per-node",
+    "--job-name": "--name",
+}
+SHORT_OF_SBATCH = {
+    "-A": "--account",
+    "-J": "--name",
+    "-N": "--nodes",
+    "-a": "--array",
+    "-d": "--dependency",
+    "-p": "--partition",
+    "-q": "--qos",
+    "-t": "--minutes",
 }
 
 
@@ -157,8 +194,9 @@ def _check_name(name: str) -> None:
     known = [_dashed(field.name) for field in fields(Options)]
     flags = [_dashed(f"no_{field.name}") for field in fields(Options) if field.type is bool]
     if name.replace("_", "-") not in (*known, *flags):
-        message = unknown("option", name, known, quoted=False, meant=WORDS_OF_SBATCH.get(name))
-        raise UsageError(f"{message}, and fields of the recipe")
+        meant = WORDS_OF_SBATCH.get(name)
+        all_in = f"{PROGRAM} submit --help"
+        raise UsageError(unknown("option", name, known, quoted=False, meant=meant, all_in=all_in))
 
 
 def _dashed(name: str) -> str:
@@ -177,6 +215,11 @@ def _options_help(command: str) -> str:
 def _recipe(target: str | None) -> str:
     if target is None:
         raise UsageError(f"name a recipe: {', '.join(RECIPES)}")
+    if target not in RECIPES and Path(target).is_file():
+        raise UsageError(
+            f"{target} is a script, and this takes a recipe: `sbatch {target}` submits it, "
+            f"`{PROGRAM} lint {target}` reads it"
+        )
     return target
 
 
@@ -199,7 +242,9 @@ def _lint(target: str | None, options: Options, overrides: Sequence[str]) -> int
             severity = "warning" if rule.warning else "error"
             print(f"{rule.number} {severity:7} {rule.message}\n    why: {rule.why}")
         return 0
-    if target is not None and target not in RECIPES:
+    if target is None:
+        raise UsageError(f"name a script, or a recipe: {', '.join(RECIPES)}")
+    if target not in RECIPES:
         text = _script(target)
         if overrides:
             rule = "a script is read as it is, fields of a recipe go with a recipe"
@@ -209,7 +254,7 @@ def _lint(target: str | None, options: Options, overrides: Sequence[str]) -> int
         problems = lint(text, site, folder=Path(target).parent)
         problems += shellcheck(target)
     else:
-        job = options.job(_recipe(target), overrides)
+        job = options.job(target, overrides)
         site = options.load_site()
         problems = lint(render(job, site), site, job)
     for problem in problems:
@@ -300,6 +345,8 @@ def _cancel(target: str | None, options: Options, overrides: Sequence[str]) -> i
 
 def _handle(number: str, options: Options) -> Handle:
     """The job of that number; those of this machine begin with "here"."""
+    if not number.startswith("here") and not number[:1].isdigit():
+        raise UsageError(f"{number!r} is no number of a job: `{PROGRAM} status` lists the jobs")
     if number.startswith("here"):
         return local.find(number, Path(options.load_site().logs))
     return SlurmHandle(_cluster(options), number)

@@ -129,7 +129,7 @@ _right: dict[
 ] = {}  # what was right when it was checked last in this kernel, by exercise
 
 
-def check(exercise: str, *answers: Any) -> None:
+def check(exercise: str = "", *answers: Any) -> None:
     """Judge an answer, and say in one line: right, wrong and what is wrong, or not done yet.
 
     A stub counts as not done: a function that raises NotImplementedError (here or on a rank), or a
@@ -140,12 +140,11 @@ def check(exercise: str, *answers: Any) -> None:
         exercise: Its number, "1.2".
         answers: What the exercise asks for, and what its check needs besides, such as ranks.
     """
-    known = _exercises(exercise)
-    about = known.get(exercise, Exercise())
-    if about.check is None:
-        text = suggest.unknown("exercise", exercise, known)
-        show.say(text, f"<div>{show.sentence(text)}</div>")
+    problem = _wrong_call(exercise, answers)
+    if problem:
+        show.say(problem, f"<div>{show.sentence(problem)}</div>")
         return
+    about = _exercises(exercise)[exercise]
     verdict = _verdict(about, answers)
     _unsolved.clear()
     if verdict.badge is show.RIGHT:
@@ -161,6 +160,37 @@ def check(exercise: str, *answers: Any) -> None:
     show.say(plain, f"<div>{rich}</div>")
     if verdict.badge is show.RIGHT:
         progress.record(exercise)
+
+
+def _wrong_call(exercise: object, answers: tuple[Any, ...]) -> str:
+    """What is wrong with a call of `check` itself, in one line; "" where nothing is.
+
+    Args:
+        exercise: What was given as its number.
+        answers: What was given besides.
+    """
+    if not isinstance(exercise, str) or not exercise:
+        return 'the number of the exercise comes first, in quotes, as in `check("0.1", share)`'
+    known = _exercises(exercise)
+    about = known.get(exercise, Exercise())
+    if about.check is None:
+        return suggest.unknown("exercise", exercise, known)
+    signature = inspect.signature(about.check)
+    try:
+        signature.bind(*answers)
+    except TypeError:
+        call = course.check_call(exercise, Path.cwd())
+        call = call or course.check_call(exercise, course.BESIDE_THE_LIBRARY)
+        if not call:
+            required = []
+            for name, parameter in signature.parameters.items():
+                if parameter.default is parameter.empty:
+                    required.append(name)
+            call = f'check("{exercise}", {", ".join(required)})'
+        count = "no value" if not answers else f"{len(answers)} values"
+        count = "1 value" if len(answers) == 1 else count
+        return f"`check` was given {count} besides the number {exercise}; its cell has `{call}`"
+    return ""
 
 
 def _verdict(about: Exercise, answers: tuple[Any, ...]) -> _Verdict:
@@ -256,11 +286,17 @@ def hint(exercise: str | float | None = None, number: int | None = None) -> None
         _say_hint(hints[wanted - 1], f"hint {wanted} of {len(hints)} for {exercise}: ")
         return
     count = "the only one" if len(hints) == 1 else f"the last of {len(hints)}"
-    solution = course.solution_of(exercise, Path.cwd())  # a kernel runs beside its notebook
-    _say_hint(
+    text = (
         f'no further hint for {exercise}: that was {count}; `hint("{exercise}", 1)` '
-        f"shows the first again{solution and f', and the solution is in {solution}'}"
+        "shows the first again"
     )
+    solution = course.solution_of(exercise, Path.cwd())  # a kernel runs beside its notebook
+    if solution is None:
+        _say_hint(text)
+        return
+    text = f"{text}, and the solution is in "
+    link = show.link(solution.place, solution.address)
+    show.say(f"{text}{solution.place}", f"<div>{show.sentence(text)}{link}</div>")
 
 
 def _say_hint(text: str, head: str = "") -> None:

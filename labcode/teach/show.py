@@ -75,6 +75,11 @@ def sentence(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
 
 
+def link(text: str, address: str) -> str:
+    """HTML of a link, which JupyterLab follows from the folder of the notebook."""
+    return f'<a href="{html.escape(address)}">{html.escape(text)}</a>'
+
+
 class _Colours(Style):
     """Colours of code that can be read on white and on black alike."""
 

@@ -3,15 +3,20 @@ srun.
 """
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
+from labcode import combinations
 from labcode.command import UsageError, parse
+from labcode.config import Config
 from labcode.processes import Ending
 from labcode.train.ctrl_c import INTERRUPTED, CtrlC
 from labcode.train.signals import StopSignals
 
 REFUSED = 2  # the exit code after a user's error
+# One of these is set in a process that is a rank of a job.
+OF_A_JOB = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID"}
 
 
 def main(args: Sequence[str]) -> int:
@@ -27,11 +32,13 @@ def main(args: Sequence[str]) -> int:
 
 
 def _main(args: Sequence[str], ctrl_c: CtrlC, started_by: int) -> int:
+    is_alone = not OF_A_JOB & set(os.environ)
     try:
         config = parse(args)
+        if is_alone:
+            _check_for_one_process(config, args)
     except UsageError as error:
-        if not {"RANK", "SLURM_PROCID"} & set(os.environ):
-            # one process: a typing mistake need not wait for torch
+        if is_alone:  # a mistake need not wait for torch
             print(f"error: {error}", file=sys.stderr)
             return REFUSED
         from labcode.train.failure import refuse_command
@@ -50,6 +57,27 @@ def _main(args: Sequence[str], ctrl_c: CtrlC, started_by: int) -> int:
 
     # what torch wraps around it may return None
     return run(config, ctrl_c, started_by, signals) or 0
+
+
+def _check_for_one_process(config: Config, args: Sequence[str]) -> None:
+    """Raises UsageError for what one process cannot run; where it takes more, how to start them.
+
+    Args:
+        config: The run.
+        args: Of the command line that asks for it.
+    """
+    parallel = config.parallel
+    needed = parallel.replica.world_size * (parallel.dp or 1)
+    try:
+        combinations.check(config, needed)  # first what more ranks would not mend
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if needed > 1:
+        command = f"torchrun --nproc-per-node={needed} -m labcode.train {shlex.join(args)}"
+        try:
+            parallel.shape(world_size=1)
+        except ValueError as error:
+            raise UsageError(f"{error}: {command}") from None
 
 
 if __name__ == "__main__":

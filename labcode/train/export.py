@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from labcode.arguments import Parser, UsageError
+from labcode.suggest import run_near
 
 
 def main(args: Sequence[str]) -> int:
@@ -14,6 +15,8 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("to", type=Path, help="folder to be made: model.safetensors, config.json")
     try:
         given = parser.parse_args(args)
+        if not given.run.is_dir():
+            raise UsageError(f"{given.run} does not exist: {run_near(given.run)}")
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

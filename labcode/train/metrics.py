@@ -16,6 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from labcode.files import write_atomically
+from labcode.suggest import run_near
 from labcode.train import device_samples
 from labcode.units import seconds
 
@@ -327,11 +328,10 @@ def read(path: str | Path) -> list[dict[str, float]]:
         ValueError: No such file, or a line before the last that is not a row of metrics.
     Held by: tests/unit/test_metrics.py
     """
-    path = Path(path)
-    if path.is_dir():
-        path = path / FILE_NAME
+    given = Path(path)
+    path = given / FILE_NAME if given.is_dir() else given
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: give the folder that a training run printed")
+        raise ValueError(f"{path} does not exist: {run_near(given)}")
     return [row for _, row in _rows(path)]
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from labcode.files import is_held
+from labcode.files import is_held, written_at
+from labcode.suggest import run_near
 from labcode.train import device_samples, metrics, reference_runs
 from labcode.units import si
 
@@ -82,9 +83,8 @@ def look(run: str | Path, over: str | Path | None = "") -> Look:
         steps = int(config["train"]["steps"])
         name = str(config["name"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(
-            f"{folder} is not the folder of a run: give the one that a training printed"
-        ) from None
+        problem = "is not the folder of a run" if folder.exists() else "does not exist"
+        raise ValueError(f"{folder} {problem}: {run_near(folder)}") from None
     # first: a run that ends while its files are read has written them to the end
     is_running = is_held(folder)
     return Look(
@@ -118,14 +118,10 @@ def newest_run(under: Path = Path("runs")) -> Path:
     Raises:
         ValueError: There is none.
     """
-    found = sorted(under.glob("*/config.json"), key=_written_at)
+    found = sorted(under.glob("*/config.json"), key=written_at)
     if not found:
         raise ValueError(f"no run in {under.absolute()}: give the folder of one")
     return found[-1].parent
-
-
-def _written_at(path: Path) -> float:
-    return path.stat().st_mtime
 
 
 # ---- in words

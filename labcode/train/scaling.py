@@ -16,6 +16,7 @@ from pathlib import Path
 
 from labcode.command import HELP
 from labcode.files import print_out
+from labcode.suggest import run_near
 from labcode.train import metrics, sweep_table
 from labcode.train.sweep_table import Row
 
@@ -61,7 +62,7 @@ def read(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} holds no run: give the folders that the runs have printed")
+        raise ValueError(f"{folder} holds no run: {run_near(folder)}")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:

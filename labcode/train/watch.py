@@ -4,6 +4,7 @@
     watch("runs/gpt_tiny-003")                           # in a notebook: a figure that follows
 
     python -m labcode.train.watch runs/gpt_tiny-003      # in a terminal: a table that follows
+    python -m labcode.train.watch runs/mine --wait       # also for a run that is about to begin
 
 It reads the files of the run and writes none, and it ends with the run or with Ctrl-C, which
 leaves the run alone.
@@ -16,32 +17,39 @@ from pathlib import Path
 from typing import Any
 
 from labcode.arguments import Parser
+from labcode.files import is_held
 from labcode.train.run_files import Look, look, newest_run, table
 
 BEGINS_WITHIN_S = 60.0
 
 
 def watch(
-    run: str | Path | None = None, every_s: float = 2.0, over: str | Path | None = ""
+    run: str | Path | None = None,
+    every_s: float = 2.0,
+    over: str | Path | None = "",
+    wait: bool = False,
 ) -> None:
     """Follow a run until it ends: a figure in a notebook, a table in a terminal.
 
     Stop watching with Ctrl-C, or with the square button of a notebook; the run goes on.
 
     Args:
-        run: Its folder, also one that is about to appear; None: the newest below `runs`.
+        run: Its folder; None: the newest below `runs`.
         every_s: Seconds between two looks.
         over: As in `look`.
+        wait: Whether the run may be about to begin: wait for its folder, for a minute at most.
 
     Raises:
-        ValueError: No such run, nor within a minute.
+        ValueError: No such run, in one line that says which there are.
 
     Held by: tests/unit/test_watch.py
     """
     folder = newest_run() if run is None else Path(run)
     screen = _Figure() if _in_notebook() else _Terminal()
     try:
-        _wait_for(folder, every_s)
+        # a run holds its folder while it sets everything up
+        if wait or (folder.is_dir() and is_held(folder)):
+            _wait_for(folder, every_s)
         while True:
             seen = look(folder, over)
             screen.show(seen)
@@ -115,14 +123,21 @@ def _in_notebook() -> bool:
 def main(arguments: Sequence[str]) -> int:
     """Watch from a terminal; returns the exit code."""
     parser = Parser(prog="python -m labcode.train.watch", description="Follow a run until it ends.")
+    wait = ""
     parser.add_argument("run", nargs="?", help="its folder; the newest in runs/ if it is left out")
+    parser.add_argument(
+        "--wait", action="store_true", help="for a run that is about to begin: a minute at most"
+    )
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks")
     parser.add_argument("--over", default="", help="a reference run, a folder, or none")
     try:
         given = parser.parse_args(arguments)
-        watch(given.run, given.every, None if given.over == "none" else given.over)
+        over = None if given.over == "none" else given.over
+        if given.run and not given.wait and not Path(given.run).exists():
+            wait = "; --wait waits for a run that is about to begin"
+        watch(given.run, given.every, over, given.wait)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}{wait}", file=sys.stderr)
         return 2
     return 0
 

@@ -41,6 +41,8 @@ def parser():
         ("run --steps 3 more", "what is 'more'? prog run --help says what can be given"),
         ("run --steps 3 -q", "what is '-q'?"),
         ("--stpes 3", "unknown option --stpes: there are --help"),
+        ("--run", "--run is a command and no option: prog run"),
+        ("--steps 3", "--steps stands behind a command: prog run --steps"),
         ("run --steps 3 --out /nowhere/at/all.png", "--out: there is no folder /nowhere/at"),
         ("run --steps 3 --out /", "--out: '/' is a folder: name a file in it"),
     ],

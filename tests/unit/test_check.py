@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from labcode import course
 from labcode.pool.answers import RankError
 from labcode.teach import show
 from labcode.teach.check import Exercise, Hint, check, compare, due, hint, show_source, yours
@@ -416,6 +417,36 @@ def test_an_interrupt_is_not_swallowed():
         check("99.1", interrupted)
 
 
+def test_a_call_without_what_is_judged_shows_the_call_of_the_check_cell(capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2] / "notebooks")
+    check("0.1")
+    check("0.1", stub, 2, 3)
+    check("7.3", None, stub)
+    check()
+    check(stub)
+    check("99.1")  # no notebook has it
+    assert capsys.readouterr().out.splitlines() == [
+        '`check` was given no value besides the number 0.1; its cell has `check("0.1", share)`',
+        '`check` was given 3 values besides the number 0.1; its cell has `check("0.1", share)`',
+        "`check` was given 2 values besides the number 7.3; its cell has "
+        '`check("7.3", pair, patient_1, patient_2)`',
+        'the number of the exercise comes first, in quotes, as in `check("0.1", share)`',
+        'the number of the exercise comes first, in quotes, as in `check("0.1", share)`',
+        '`check` was given no value besides the number 99.1; its cell has `check("99.1", answer)`',
+    ]
+
+
+def test_every_exercise_refuses_a_call_with_too_few_or_too_many_values(capsys):
+    folder = Path(__file__).parents[2] / "notebooks"
+    names = [name for lesson in course.lessons(folder) for name in lesson.exercises]
+    for name in names:
+        call = course.check_call(name, folder)
+        for answers in ((), (stub,) * 9):
+            check(name, *answers)
+            (line,) = capsys.readouterr().out.splitlines()
+            assert line.endswith(f"its cell has `{call}`"), line
+
+
 # ---- hint
 
 
@@ -449,13 +480,23 @@ def test_after_the_last_hint_stands_where_the_solution_is(capsys, monkeypatch):
     assert said.endswith("in solutions/01_processes_and_collectives.ipynb, section 4\n")
 
 
+def test_in_a_notebook_the_place_of_the_solution_is_a_link(notebook, monkeypatch):
+    folder = Path(__file__).parents[2] / "notebooks"
+    monkeypatch.chdir(folder)
+    hint("1.1", 99)
+    ((rich, plain),) = notebook
+    found = course.solution_of("1.1", folder)
+    assert plain.endswith(f"and the solution is in {found.place}")
+    assert rich.endswith(f'<a href="{found.address}">{found.place}</a></div>')
+
+
 def test_a_hint_that_does_not_exist(capsys):
     hint("99.1")
     hint("99.4")
     hint("77.7")
     none, unknown, no_lesson = capsys.readouterr().out.splitlines()
     assert none == "there are no hints for exercise 99.1: what `check` says is all there is"
-    assert unknown.startswith("unknown exercise '99.4': did you mean 99.")
+    assert unknown == "unknown exercise '99.4': there are 99.2, 99.3"
     assert no_lesson == "unknown exercise '77.7': there are none"
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labcode import command, recipes
+from labcode.train import __main__ as train
 
 GPT = recipes.gpt_tiny()
 
@@ -82,9 +83,12 @@ def test_every_field_is_read_back_from_its_own_value(name, data):
     [
         (
             "--train.step 3",
-            "^unknown field --train.step: did you mean --train.steps[?] there are .*",
+            "^unknown field --train.step: did you mean --train.steps[?] "
+            "python -m labcode.train gpt_tiny --help lists all$",
         ),
-        ("--lr 1e-3", "^unknown field --lr: did you mean --optim.lr[?] there are checkpoint, "),
+        ("--lr 1e-3", "^unknown field --lr: did you mean --optim.lr[?] python -m .* lists all$"),
+        ("--optim.rl 0.1", "did you mean --optim.lr[?] python -m .* --help lists all$"),
+        ("--optim.zzz 0.1", "^unknown field --optim.zzz: there are optim.name, optim.lr, "),
         ("--train.lr 1e-3", "did you mean --optim.lr[?]"),
         ("--batch-size 32", "^unknown field --batch_size: did you mean --train.global_batch[?]"),
         ("--data.batch_size 32", "did you mean --train.global_batch[?]"),
@@ -105,7 +109,11 @@ def test_every_field_is_read_back_from_its_own_value(name, data):
             "--nonsense 3",
             "^unknown field --nonsense: there are checkpoint, data, debug, fp8, loader, local",
         ),
-        ("--train 3", "^unknown field --train: .*there are train.steps"),
+        ("--train 3", "^unknown field --train: it is a section, of train.steps, train"),
+        ("--wd 0.1", "did you mean --optim.weight_decay[?]"),
+        ("--parallel.fsdp", "did you mean --parallel.zero_stage[?]"),
+        ("--bf16", "did you mean --train.dtype[?]"),
+        ("--optimizer sgd", "did you mean --optim.name[?]"),
         ("--train.no-steps", "^unknown field --train.no_steps: "),
         ("--train.steps x", "^--train.steps: 'x' is not a whole number$"),
         ("--train.steps 2.5", "^--train.steps: '2.5' is not a whole number$"),
@@ -120,6 +128,9 @@ def test_every_field_is_read_back_from_its_own_value(name, data):
         ("--parallel.layers_per_stage 1 x", "^--parallel.layers_per_stage: 'x' is not a whole"),
         ("--parallel.layers_per_stage", "^--parallel.layers_per_stage needs a value: "),
         ("20", "^what is '20'[?] write --section.field value$"),
+        ("train.steps=20", "^what is 'train.steps=20'[?] write --train.steps=20$"),
+        ("-train.steps 20", "^what is '-train.steps'[?] write --train.steps value$"),
+        ("\N{EN DASH}train.steps 20", "[?] write --train.steps value$"),
         ("--checkpoint.keep 0", "keep=0: give a number above 0"),
         ("--checkpoint.every -1", "every=-1: give the steps between checkpoints"),
         (
@@ -142,6 +153,16 @@ def test_a_wrong_command_line_gives_one_line_that_says_what_exists(words, messag
 def test_an_unknown_recipe_is_refused_with_those_that_exist():
     with pytest.raises(command.UsageError, match="did you mean gpt_tiny"):
         command.parse(["gpt_tini"])
+
+
+def test_a_first_word_that_is_no_recipe_says_what_it_is(tmp_path):
+    with pytest.raises(command.UsageError, match=r"train gpt_tiny --train.steps [.]{3}$"):
+        command.parse(["--train.steps", "20", "gpt_tiny"])
+    with pytest.raises(command.UsageError, match="did you mean gpt_tiny"):
+        command.parse(["--gpt_tiny"])
+    (tmp_path / "config.json").touch()
+    with pytest.raises(command.UsageError, match=r"is a run and no recipe: .*--checkpoint.resume"):
+        command.parse([str(tmp_path)])
 
 
 def test_heads_and_hidden_size_are_checked_once_both_are_changed():
@@ -185,10 +206,17 @@ def test_no_help_library_is_loaded_to_read_a_command_line():
     assert done.stdout.strip() == "False False"
 
 
+def test_what_other_programs_call_a_field_leads_to_one_that_exists():
+    known = {*recipes.field_paths(GPT), *recipes.field_paths(recipes.get("vit_tiny"))}
+    assert set(recipes.CALLED_HERE.values()) <= known
+    assert not [name for name in recipes.CALLED_HERE if name in known]
+
+
 @pytest.mark.parametrize(
     "words",
     [
         "labcode.train gpt_tinny",
+        "labcode.train gpt_tiny --parallel.tp 2",
         "labcode.train gpt_tiny --train.stepz 3",
         "labcode.train.sweep gpt_tinny",
         "labcode.slurm submitt gpt_tiny",
@@ -223,6 +251,27 @@ def test_a_typing_mistake_is_one_line_and_does_not_wait_for_torch(words, monkeyp
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_one_process_is_told_how_to_start_as_many_as_the_grid_has(monkeypatch, capsys):
+    for name in train.OF_A_JOB:
+        monkeypatch.delenv(name, raising=False)
+    words = ["gpt_tiny", "--parallel.tp", "2", "--train.out", "my runs/1"]
+    assert train.main(words) == 2
+    assert capsys.readouterr().err == (
+        "error: dp*pp*cp*tp = 1*1*1*2 = 2 but WORLD_SIZE is 1: change an axis or launch 2 ranks: "
+        "torchrun --nproc-per-node=2 -m labcode.train gpt_tiny --parallel.tp 2 "
+        "--train.out 'my runs/1'\n"
+    )
+
+
+def test_what_no_number_of_ranks_mends_comes_without_a_launch(monkeypatch, capsys):
+    for name in train.OF_A_JOB:
+        monkeypatch.delenv(name, raising=False)
+    assert train.main(["gpt_tiny", "--parallel.tp", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "model.num_heads=4 is not divisible by parallel.tp=3" in said
+    assert "torchrun" not in said
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():

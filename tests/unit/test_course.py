@@ -57,12 +57,13 @@ def test_lessons(folder):
 
 
 def test_the_solution_of_an_exercise_is_known_with_its_section(folder):
-    assert course.solution_of("4.1", folder) == ""  # a copy of the course without solutions
+    assert course.solution_of("4.1", folder) is None  # a copy of the course without solutions
     solutions = folder.with_name("solutions")
     solutions.mkdir()
     (solutions / "04_ddp.ipynb").write_text("{}")
-    assert course.solution_of("4.1", folder) == "solutions/04_ddp.ipynb"
-    assert course.solution_of("9.9", folder) == ""
+    place = "solutions/04_ddp.ipynb"
+    assert course.solution_of("4.1", folder) == (place, f"../{place}")
+    assert course.solution_of("9.9", folder) is None
 
 
 def test_every_exercise_of_the_course_has_a_section_where_it_is_solved():
@@ -70,9 +71,12 @@ def test_every_exercise_of_the_course_has_a_section_where_it_is_solved():
     exercises = [name for lesson in course.lessons(folder) for name in lesson.exercises]
     assert len(exercises) > 100
     for name in exercises:
-        assert ", section " in course.solution_of(name, folder), name
+        assert ", section " in course.solution_of(name, folder).place, name
+        assert course.check_call(name, folder).startswith(f'check("{name}", '), name
     topic = "solutions/01_processes_and_collectives.ipynb"
-    assert course.solution_of("1.1", folder) == f"{topic}, section 4"
+    found = course.solution_of("1.1", folder)
+    assert found.place == f"{topic}, section 4"
+    assert found.address.startswith(f"../{topic}#heading=4.-")
 
 
 def test_the_folder_is_found_from_the_course_from_the_notebooks_and_from_elsewhere(
@@ -358,6 +362,48 @@ def test_the_command_shows_one_lesson_by_its_number_with_or_without_the_zero(fol
     assert capsys.readouterr().err.startswith("error: unknown lesson '77'")
     assert command.main(["restart", "4"], folder) == 2
     assert "'restart 4' is no lesson" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--ways", "python -m labcode ways"),
+        ("--way ddp", "python -m labcode way ddp"),
+        ("--reset 04", "python -m labcode reset 04"),
+        ("wyas", "did you mean ways?"),
+        ("ways ddp", "python -m labcode way ddp"),
+        ("ddp", "python -m labcode way ddp"),
+        ("reset", "python -m labcode reset 04"),
+        ("lesson 4", "python -m labcode 4"),
+        ("train gpt_tiny --parallel.tp 2", "python -m labcode.train gpt_tiny --parallel.tp 2"),
+        ("--doctor", "python -m labcode.doctor"),
+        ("watch runs/x", "python -m labcode.train.watch runs/x"),
+        ("lab", "make lab"),
+        ("next", "python -m labcode"),
+        ("--version", "python -m labcode.doctor"),
+        ("hint 4.1", "hint('4.1')"),
+    ],
+)
+def test_a_slip_is_one_line_that_says_what_to_type(typed, meant, folder, capsys):
+    assert command.main(typed.split(), folder) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith("error: ")
+    assert meant in line
+    if "?" not in meant:
+        assert line.endswith(f": {meant}")
+
+
+def test_an_exercise_and_a_notebook_lead_to_their_lesson(folder, capsys):
+    known = course.lessons(folder)[0]
+    for typed in (
+        f"{int(known.number)}.1",
+        known.notebook.name,
+        f"notebooks/{known.notebook.stem}",
+    ):
+        assert command.main([typed], folder) == 2
+        assert capsys.readouterr().err.endswith(f": python -m labcode {known.number}\n")
 
 
 def test_a_lesson_begins_anew_and_the_old_notebook_is_kept(folder, capsys):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import run
 
 from labcode.doctor import __main__ as doctor
 from labcode.doctor import machine, software
@@ -102,12 +103,27 @@ def test_ranks_that_cannot_talk_are_wrong(monkeypatch):
 # ---- the machine
 
 
-def test_an_occupied_port_is_a_warning():
+def test_an_occupied_port_is_a_warning_only_where_jobs_of_several_nodes_run():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        found = machine.check_master_port(port)
+        found = machine.check_master_port(True, port)
         assert found.level == WARNING and f"somebody listens at {port}" in found.found
-    assert machine.check_master_port(port).level == RIGHT
+        assert "--master-port" in found.cure
+        found = machine.check_master_port(False, port)
+        assert found.level == RIGHT and f"somebody listens at {port}" in found.found
+    assert machine.check_master_port(True, port).level == RIGHT
+
+
+def test_torchrun_takes_the_port_for_several_nodes_only(monkeypatch):
+    launched = []
+    monkeypatch.setattr(
+        run, "elastic_launch", lambda config, entrypoint: lambda *args: launched.append(config)
+    )
+    several = "--nnodes=2 --node-rank=0 --master-addr=node1"
+    for words in ("--standalone", several, f"{several} --master-port=1234"):
+        run.run(run.parse_args([*words.split(), "--nproc-per-node=1", "x.py"]))
+    endpoints = [config.rdzv_endpoint for config in launched]
+    assert endpoints == ["localhost:0", f"node1:{machine.TORCHRUN_PORT}", "node1:1234"]
 
 
 def test_a_host_that_cannot_be_bound_or_resolved_is_wrong():

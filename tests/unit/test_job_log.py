@@ -173,6 +173,14 @@ def test_the_command_says_what_failed_first_and_ends_with_1(
     )
 
 
+def test_a_misspelled_log_is_answered_with_the_one_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "slurm-17.out").touch()
+    _, _, err = run("job", str(tmp_path / "slurm-7.out"), capsys=capsys)
+    assert f"did you mean {tmp_path}/slurm-17.out? " in err
+
+
 @pytest.mark.parametrize("command", ["job", "nccl"])
 def test_a_file_that_cannot_be_read_is_one_line(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

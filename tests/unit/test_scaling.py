@@ -79,7 +79,7 @@ def test_the_loss_can_be_named(folders, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere"], "nowhere holds no run: give the folders that the runs have printed"),
+        (["nowhere"], "nowhere holds no run: there are "),
         (["one", "--loss"], "--loss needs a number"),
         (["one", "--loss", "low"], "--loss needs a number"),
         (["--loss", "0.1"], "name the folders of the runs"),

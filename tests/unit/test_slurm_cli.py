@@ -64,12 +64,21 @@ def test_without_a_word_each_gpu_of_a_node_has_a_rank(name, ranks, tmp_path, mon
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
+        ("squeue", "unknown command 'squeue': did you mean status?"),
+        (
+            "--submit gpt_tiny",
+            "--submit is a command and no option: python -m labcode.slurm submit",
+        ),
+        ("gpt_tiny --nodes 2", "comes before gpt_tiny: python -m labcode.slurm submit gpt_tiny --"),
+        ("render gpt_tiny -N 2", "-N is an option of sbatch: here it is --nodes"),
+        ("cancel gpt_tiny", "'gpt_tiny' is no number of a job: "),
+        ("lint", "name a script, or a recipe: gpt_tiny"),
         ("sumbit gpt_tiny", "unknown command 'sumbit': did you mean submit? there are render,"),
         ("submit", "name a recipe: gpt_tiny"),
         ("submit gpt_tin", "unknown recipe 'gpt_tin': did you mean gpt_tiny?"),
         (
             "submit gpt_tiny --node 2",
-            "unknown option --node: did you mean --nodes? there are --site",
+            "unknown option --node: did you mean --nodes? python -m",
         ),
         ("submit gpt_tiny --nodes two", "--nodes: 'two' is not a whole number"),
         ("submit gpt_tiny --no-nodes", "unknown option --no-nodes: did you mean --nodes?"),

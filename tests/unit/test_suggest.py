@@ -27,6 +27,15 @@ def test_fields_stand_without_quotes_and_a_long_list_can_be_cut():
     )
 
 
+def test_behind_a_suggestion_a_command_stands_in_place_of_a_long_list():
+    many = [f"train.field_{letter}" for letter in "abcdefghi"]
+    message = unknown("field", "train.steps", [*many, "train.step"], quoted=False, all_in="x -h")
+    assert message == "unknown field train.steps: did you mean train.step? x -h lists all"
+    message = unknown("field", "train.zzz", many, quoted=False, all_in="x -h")
+    assert message == f"unknown field train.zzz: there are {', '.join(many)}"
+    assert unknown("recipe", "gpt_tny", RECIPES, all_in="x -h").endswith(", ".join(RECIPES))
+
+
 FIELDS = ("data.bpe_vocab_size", "model.num_layers", "optim.lr", "profile.steps", "train.steps")
 
 
@@ -40,6 +49,9 @@ FIELDS = ("data.bpe_vocab_size", "model.num_layers", "optim.lr", "profile.steps"
         ("vocab_size", "data.bpe_vocab_size"),
         ("profil.steps", "profile.steps"),
         ("train.stepz", "train.steps"),
+        ("optim.rl", "optim.lr"),
+        ("optim.zzz", None),
+        ("trian.steps", "train.steps"),
         ("dropout", None),
         ("step_time", None),
         ("bpe", "data.bpe_vocab_size"),

@@ -1,5 +1,6 @@
 """Watching a run: what it shows, that it ends with the run, and that it disturbs nothing."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -80,7 +81,7 @@ def test_the_state_is_that_of_the_lock_and_of_the_last_step(tmp_path):
 def test_what_is_no_run_is_refused_in_one_line(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match="is not the folder of a run: give the one that") as caught:
+    with pytest.raises(ValueError, match="is not the folder of a run: ") as caught:
         look(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -108,7 +109,7 @@ def test_a_trend_is_a_row_of_bars(values, bars):
 
 def test_it_follows_a_run_and_ends_with_it(tmp_path, capsys):
     with start([*ARGS, "--train.steps=400"], cwd=tmp_path) as running:
-        watch.watch(tmp_path / "run", every_s=0.05)
+        watch.watch(tmp_path / "run", every_s=0.05, wait=True)
         done = running.wait()
     assert done.codes == [0], done.err
     seen = re.findall(r"run: step (\d+)/400, (.*)", capsys.readouterr().out)
@@ -179,6 +180,55 @@ def test_the_program_shows_a_run_without_waiting_for_torch(tmp_path):
 
 def test_the_program_says_in_one_line_what_is_wrong(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(watch, "BEGINS_WITHIN_S", 0.1)
-    assert watch.main([str(tmp_path / "none")]) == 2
+    assert watch.main([str(tmp_path / "none"), "--wait"]) == 2
     waits, says = capsys.readouterr().err.splitlines()
     assert "does not exist yet: waiting" in waits and says.startswith("error: ")
+
+
+def test_a_misspelled_run_is_answered_at_once_with_the_nearest_and_those_that_exist(
+    tmp_path, monkeypatch, capsys
+):
+    def waited(seconds):
+        raise AssertionError("it waits")
+
+    monkeypatch.setattr(watch.time, "sleep", waited)
+    monkeypatch.chdir(tmp_path)
+    nothing = (
+        "error: runs/nope does not exist: give the folder that a training printed; no run lies"
+    )
+    assert watch.main(["runs/nope"]) == 2
+    assert capsys.readouterr().err.startswith(nothing)
+    write_run(tmp_path / "runs" / "gpt_tiny-001")
+    write_run(tmp_path / "notebooks" / "runs" / "vit_tiny-001")
+    there = {
+        "runs/gpt_tiny-01": "runs/gpt_tiny-01 does not exist: did you mean runs/gpt_tiny-001? ",
+        "gpt_tiny-001": "gpt_tiny-001 does not exist: did you mean runs/gpt_tiny-001? ",
+        "vit_tiny-001": "did you mean notebooks/runs/vit_tiny-001? there are ",
+        "runs/nope": "runs/nope does not exist: there are ",
+        "runs": "runs is not the folder of a run: there are ",
+    }
+    for typed, words in there.items():
+        assert watch.main([typed]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line and "runs/gpt_tiny-001" in line
+        assert line.endswith("; --wait waits for a run that is about to begin") == (typed != "runs")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "labcode.train.export runs/gpt_tiny-01 out",
+        "labcode.train.profile runs/gpt_tiny-01",
+        "labcode.train.scaling runs/gpt_tiny-01",
+        "labcode.precision.bisect runs/gpt_tiny-01 runs/gpt_tiny-001",
+    ],
+)
+def test_every_command_that_takes_a_run_says_which_one_is_near(
+    words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs" / "gpt_tiny-001")
+    module, *arguments = words.split()
+    assert importlib.import_module(module).main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "did you mean runs/gpt_tiny-001?" in line

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
 
 c = get_config()  # noqa: F821  (put here by Jupyter)
@@ -71,6 +72,19 @@ class Contents(AsyncLargeFileManager):
 
 
 c.ServerApp.contents_manager_class = Contents
+
+
+class KernelSpecs(KernelSpecManager):
+    """Kernels as they are installed; those of IPython run `kernel_startup.py` before a cell."""
+
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+        spec = super().get_kernel_spec(kernel_name)
+        if "ipykernel_launcher" in spec.argv:
+            spec.argv = [*spec.argv, f"--IPKernelApp.exec_files={here / 'kernel_startup.py'}"]
+        return spec
+
+
+c.ServerApp.kernel_spec_manager_class = KernelSpecs
 
 # A kernel works in the folder of its notebook, so runs that it starts land in notebooks/runs.
 # TensorBoard watches links to folders that do not exist yet, and shows their runs, and what was

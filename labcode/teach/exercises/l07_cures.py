@@ -31,14 +31,14 @@ NUMBER_REL = 1e-5  # of a number that a script returns: right cures round differ
 END_REL = 1e-7  # of the sum of 18,624 weights: another order of the samples moves it by 1e-6
 
 
-def cured(pair: Ranks, *answers: Any) -> None:
+def cured(pair: Ranks, one: Any, other: Any) -> None:
     """The learner's `patient_1`, ...: trained under the doctor, and compared with the healthy twin.
 
     Args:
         pair: Two ranks.
-        answers: Functions of `watch`; their names say whose script they are.
+        one, other: Functions of `watch`; their names say whose script they are.
     """
-    for answer in answers:
+    for answer in (one, other):
         number = _number_of(answer)
         who = f"patient {number}"
         own = _treated(pair, who, answer)
