@@ -9,8 +9,10 @@ import torch.distributed as dist
 from labcode.comm.collectives import split_to
 from labcode.comm.counting import counted
 from labcode.comm.grid import Grid
+from labcode.config import GPTConfig
 from labcode.models.moe import MoE
 from labcode.parallel.experts import divide_experts
+from labcode.perf.traffic import step_traffic
 from labcode.topology import GridShape
 
 HIDDEN, FFN, EXPERTS, SAMPLES, TOKENS = 6, 8, 8, 2, 12
@@ -167,6 +169,44 @@ def test_rows_travel_twice_each_way_and_nothing_else_does(ranks4):
         there, back = sum(rows) * row_bytes, sum(received) * row_bytes
         assert [kind for kind, _ in calls] == ["all_to_all"] * 5
         assert [num_bytes for _, num_bytes in calls] == [8 * EXPERTS, there, back, there, back]
+
+
+def counted_in_a_step(shape, config):
+    """Bytes of all all-to-alls of rows in a step of two micro-batches."""
+    from labcode.config import ParallelConfig
+    from labcode.models.gpt import GPT
+    from labcode.models.parallelize import parallelize
+
+    with torch.device("meta"):
+        model = GPT(config)
+    model = parallelize(model, Grid.create(shape), ParallelConfig(), seed=0)
+    tokens = torch.randint(config.vocab_size, (2, config.context_length))
+    with counted() as calls:
+        model.forward_backward([(tokens, tokens)] * 2)
+    sizes = [call.num_bytes for call in calls if call.kind == "all_to_all"]
+    counts = 8 * config.num_experts
+    assert sizes.count(counts) == 2 * config.num_layers
+    return sum(sizes) - counts * 2 * config.num_layers
+
+
+@pytest.mark.parametrize("shape", [GridShape(dp=4, ep=4), GridShape(dp=2, ep=2, tp=2)], ids=str)
+def test_a_step_sends_the_rows_that_the_planner_counts(ranks4, shape):
+    """Two all-to-alls forward and two backward in each layer; on average, as experts differ."""
+    config = GPTConfig(
+        vocab_size=32,
+        context_length=16,
+        num_layers=2,
+        num_heads=4,
+        hidden_size=16,
+        bias=False,
+        num_experts=8,
+        experts_per_token=3,
+        expert_ffn_size=12,
+    )
+    found = sum(ranks4.run(counted_in_a_step, shape, config))
+    sent = step_traffic(config, shape, global_batch=4 * shape.dp, value_bytes=4)["ep"]
+    # what a rank has, of which it sends all but its own part
+    assert sum(sent.values()) == found * (shape.ep - 1) / shape.ep
 
 
 # ---- the mistakes that other projects made

@@ -1,5 +1,7 @@
 """The FLOP formula against torch's own counter, for both models."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -43,14 +45,32 @@ GPTS = [
 ]
 
 
+MIXTURE = replace(
+    GPTS[-1],
+    num_experts=6,
+    experts_per_token=2,
+    expert_ffn_size=24,
+    shared_ffn_size=16,
+)
+MIXTURES = {
+    "shared": MIXTURE,
+    "top-1, no gate": replace(
+        MIXTURE, experts_per_token=1, mlp="gelu", norm="layer", shared_ffn_size=0
+    ),
+    "top-3, all losses": replace(
+        MIXTURE, experts_per_token=3, router="sigmoid", router_bias_rate=0.1, router_z_loss=0.1
+    ),
+}
+
+
 def counted(model, *inputs):
-    """FLOPs of forward and backward on the meta device, where SDPA is two plain matrix products."""
+    """FLOPs of forward and backward, with SDPA as two plain matrix products."""
     with FlopCounterMode(display=False) as counter:
         model(*inputs).sum().backward()
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("config", GPTS)
+@pytest.mark.parametrize("config", [*GPTS, *MIXTURES.values()])
 def test_flops_equal_those_that_torch_counts(config):
     batch = 2
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
