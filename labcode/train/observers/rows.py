@@ -109,6 +109,7 @@ class Rows(Observer):
             "tokens_per_s_per_rank": tokens_per_s / training.world.world_size,
             "memory_bytes": peak_memory_bytes(training.world.device),
         }
+        row |= training.model.expert_load()
         if training.noise:
             row |= training.noise.metrics()
         flops = samples_per_s * training_flops_per_sample(training.task.model_config)
