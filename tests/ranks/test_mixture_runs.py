@@ -37,8 +37,10 @@ def test_the_log_the_rows_and_tensorboard_tell_the_load(tmp_path):
     assert b"expert_load" in next((tmp_path / "run" / "tensorboard").iterdir()).read_bytes()
 
 
-def test_the_flops_of_a_mixture_are_those_that_its_tokens_use(tmp_path):
-    done = train(["gpt_moe_tiny", *SIZES, *RUN], cwd=tmp_path)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_flops_of_a_mixture_are_those_that_its_tokens_use(tmp_path, frozen):
+    freeze = ["--train.freeze=blocks.*.mlp.experts"] if frozen else []
+    done = train(["gpt_moe_tiny", *SIZES, *RUN, *freeze], cwd=tmp_path)
     assert done.codes == [0], done.err
     changes = {"model.num_layers": 2, "model.hidden_size": 16, "model.num_heads": 2}
     changes |= {"model.context_length": 32, "model.expert_ffn_size": 16, "model.vocab_size": 83}
@@ -49,6 +51,8 @@ def test_the_flops_of_a_mixture_are_those_that_its_tokens_use(tmp_path):
     flops = training_flops_per_sample(model)
     idle = 6 * 32 * (model.num_parameters - model.num_active_parameters)
     assert training_flops_per_sample(all_experts) - flops == idle
+    if frozen:  # no gradient of the weights of 2 of 8 experts
+        flops -= 2 * 32 * model.num_expert_parameters * 2 // 8
     for row in metrics.read(tmp_path / "run"):
         if "flops_per_s" in row:
             assert row["flops_per_s"] == pytest.approx(flops * row["samples_per_s"])
