@@ -382,9 +382,12 @@ def _act_bytes(model: Transformer, cut: Cut) -> float:
 def _tensor_parallel_s(model: Transformer, cluster: Cluster, layer: _Layer) -> float:
     """Two sums over tp forward, two backward, two more where forward is repeated.
 
+    An MLP beside the experts, which all tokens use, has sums of its own: three in place of two.
+
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """
-    times = 6 if layer.activation_checkpointing == "full" else 4
+    ways = 3 if layer.activation_checkpointing == "full" else 2
+    times = ways * model.sums_over_tp
     return times * _sum_over_tp_s(model, cluster, layer)
 
 

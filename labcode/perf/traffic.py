@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from labcode.config import GPTConfig
 from labcode.perf.alpha_beta import bytes_sent
+from labcode.perf.transformer import Transformer
 from labcode.topology import GridShape
 
 Traffic = dict[tuple[int, int], float]
@@ -60,7 +61,8 @@ def step_traffic(
     """The traffic of one optimizer step along each axis, all micro-batches together.
 
         act = samples/dp * tokens/cp * hidden * value_bytes      one replica's samples, on one rank
-        tp   4 all-reduces of act for each layer of the stage: 2 forward, 2 backward
+        tp   4 all-reduces of act for each layer of the stage: 2 forward, 2 backward; 6 where an MLP
+             stands beside experts
         cp   for each layer of the stage the K and V of the whole sequence: see below
         pp   act to the next stage forward, as much to the one before backward
         dp   one all-reduce of the stage's gradients over the ranks of (dp, cp)
@@ -120,9 +122,10 @@ def step_traffic(
     kv_numbers = 2 * samples * model.context_length * model.kv_heads // shape.tp * model.head_size
     kv_bytes = layers * _kv_bytes(context_attention, kv_numbers, value_bytes)
     per_weight = gradient_bytes / (shape.tp * shape.pp)
+    sums = 2 * Transformer.of(model).sums_over_tp
     sent_on = act / shape.tp if sequence_parallel else act
     traffic = {
-        "tp": _over_rings("all_reduce", shape.groups("tp"), 4 * layers * act),
+        "tp": _over_rings("all_reduce", shape.groups("tp"), sums * layers * act),
         "cp": _over_rings("all_gather", shape.groups("cp"), kv_bytes),
         "pp": _between_stages(shape, sent_on),
         "dp": _gradients(model, shape, per_weight),

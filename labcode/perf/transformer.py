@@ -187,6 +187,11 @@ class Transformer:
         return 3 if self.gated else 2
 
     @functools.cached_property
+    def sums_over_tp(self) -> int:
+        """Partial sums of a layer that tp adds up forward: after attention and after each MLP."""
+        return 3 if self.experts and self.shared_size else 2
+
+    @functools.cached_property
     def layer_products(self) -> int:
         """Weights of a layer by which a token is multiplied."""
         hidden = self.hidden_size

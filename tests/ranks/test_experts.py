@@ -14,6 +14,7 @@ from labcode.config import GPTConfig
 from labcode.models.moe import MoE
 from labcode.parallel.experts import divide_experts
 from labcode.perf.traffic import step_traffic
+from labcode.perf.transformer import Transformer
 from labcode.topology import GridShape
 
 HIDDEN, FFN, EXPERTS, SAMPLES, TOKENS = 6, 8, 8, 2, 12
@@ -208,6 +209,30 @@ def test_a_step_sends_the_rows_that_the_planner_counts(ranks4, shape):
     sent = step_traffic(config, shape, global_batch=4 * shape.dp, value_bytes=4)["ep"]
     # what a rank has, of which it sends all but its own part
     assert sum(sent.values()) == found * (shape.ep - 1) / shape.ep
+
+
+def sums_in_a_step(config):
+    """All-reduces over tp as large as the activations, in a step of one micro-batch."""
+    from labcode.config import ParallelConfig
+    from labcode.models.gpt import GPT
+    from labcode.models.parallelize import parallelize
+
+    with torch.device("meta"):
+        model = GPT(config)
+    model = parallelize(model, Grid.create(GridShape(tp=2)), ParallelConfig(), seed=0)
+    tokens = torch.zeros(3, config.context_length, dtype=torch.int64)
+    with counted() as calls:
+        model.forward_backward([(tokens, tokens)])
+    act = 3 * config.context_length * config.hidden_size * 4
+    return sum(call.kind == "all_reduce" and call.num_bytes == act for call in calls)
+
+
+@pytest.mark.parametrize("shared", [0, 8])
+def test_an_mlp_beside_the_experts_has_sums_of_its_own_over_tp(ranks2, shared):
+    config = replace(MIXTURE, shared_ffn_size=shared, expert_capacity=0.0)
+    of_layers = 2 * config.num_layers * Transformer.of(config).sums_over_tp
+    # embedding and head have one each
+    assert ranks2.run(sums_in_a_step, config) == [of_layers + 2] * 2
 
 
 # ---- how even the load is
