@@ -71,6 +71,11 @@ class _Transformer:
         """Features inside the MLP."""
         return self.ffn_size or 4 * self.hidden_size
 
+    @property
+    def active_ffn(self) -> int:
+        """Features inside all MLPs of a layer that a token uses."""
+        return self.ffn
+
     def _layer_parameters(self, kv_heads: int, gated: bool = False, bias: bool = True) -> int:
         """Parameters of all layers and of the final norm, if each layer has an MLP."""
         hidden = self.hidden_size
@@ -211,7 +216,7 @@ class GPTConfig(_Transformer):
         layers = self._layer_parameters(self.kv_heads, self.gated, self.bias)
         if self.num_experts:
             mlp = self._mlp_parameters(self.ffn, self.gated, self.bias)
-            layers += self.num_layers * (self._experts_parameters(self.num_experts) - mlp)
+            layers += self.num_layers * (self._mixture_parameters - mlp)
         return (embeddings + positions) * self.hidden_size + layers
 
     @property
@@ -220,25 +225,37 @@ class GPTConfig(_Transformer):
         return self.expert_ffn_size or self.ffn
 
     @property
+    def active_ffn(self) -> int:
+        """Features inside all MLPs of a layer that a token uses: k experts and the shared one."""
+        if not self.num_experts:
+            return self.ffn
+        return self.experts_per_token * self.expert_ffn + self.shared_ffn_size
+
+    @property
+    def num_expert_parameters(self) -> int:
+        """Those of `num_parameters` that are in experts, without routers and shared MLPs."""
+        return self.num_layers * self.num_experts * self._expert_parameters
+
+    @property
     def num_active_parameters(self) -> int:
         """Those of `num_parameters` that one token uses."""
-        if not self.num_experts:
-            return self.num_parameters
-        idle = self._experts_parameters(self.num_experts)
-        idle -= self._experts_parameters(self.experts_per_token)
-        idle -= (self.num_experts - self.experts_per_token) * self._router_row
-        return self.num_parameters - self.num_layers * idle
+        idle = max(0, self.num_experts - self.experts_per_token)
+        return self.num_parameters - self.num_layers * idle * self._expert_parameters
 
     @property
     def _router_row(self) -> int:
         """Parameters of a router for one expert: its row, and its bias if there is one."""
         return self.hidden_size + (self.router_bias_rate > 0)
 
-    def _experts_parameters(self, num_experts: int) -> int:
-        """Of so many experts of a layer, with their rows of the router and the MLP beside them."""
+    @property
+    def _expert_parameters(self) -> int:
+        return self._mlp_parameters(self.expert_ffn, self.gated, bias=False)
+
+    @property
+    def _mixture_parameters(self) -> int:
+        """Of what stands in place of an MLP: router, experts, and the MLP beside them."""
         shared = self._mlp_parameters(self.shared_ffn_size, self.gated, bias=False)
-        each = self._mlp_parameters(self.expert_ffn, self.gated, bias=False) + self._router_row
-        return num_experts * each + shared
+        return self.num_experts * (self._expert_parameters + self._router_row) + shared
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ class Router(nn.Module):
             it was last zeroed.
         sum_counts: What adds up [B, E] counts over the ranks that hold other tokens of the same
             sequences; alone there are none.
+        losses: Those of the same forwards, without `loss_scale`; they hang on no graph.
         loss_scale: Factor of this router's losses in backward: the weight of a micro-batch's mean
             loss in that of a step.
 
@@ -117,6 +118,7 @@ class Router(nn.Module):
         if bias_rate:
             self.bias = nn.Parameter(torch.zeros(num_experts), requires_grad=False)
         self.load: torch.Tensor | None = None
+        self.losses: list[torch.Tensor] = []
         self.sum_counts: Callable[[torch.Tensor], torch.Tensor] = _alone
         self.loss_scale: torch.Tensor | float = 1.0
 
@@ -206,6 +208,7 @@ class _AttachLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.router = router
         ctx.counts = counts
+        ctx.loss = loss.detach()
         ctx.like_loss = loss.new_ones(())
         return x.view_as(x)
 
@@ -213,6 +216,7 @@ class _AttachLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         load = ctx.router.load
         ctx.router.load = ctx.counts if load is None else load + ctx.counts
+        ctx.router.losses.append(ctx.loss)
         # The gradient of a loss with respect to itself is 1, times its weight in the step. It does
         # not depend on `grad`, which only says that backward has come here.
         return grad, ctx.like_loss * ctx.router.loss_scale, None, None
@@ -311,6 +315,9 @@ class Experts(nn.Module):
         travel: `travel(rows, counts, mlps)` brings rows to their experts, and back what `mlps`
             made of them.
         leave: Applied to the output. Alone, all three do nothing of their own.
+        num_rows, num_dropped: Rows that came, and those of them that were dropped, in the forwards
+            for which gradients are wanted since both were last zeroed; activation checkpointing
+            counts both twice.
     """
 
     def __init__(
@@ -334,6 +341,8 @@ class Experts(nn.Module):
         self.enter: Enter = _as_they_are
         self.travel: Travel = _stay
         self.leave: Callable[[torch.Tensor], torch.Tensor] = _alone
+        self.num_rows = 0
+        self.num_dropped = 0
         rows = 2 * ffn_size if kind == "swiglu" else ffn_size
         self.up = nn.Parameter(torch.empty(num_experts, rows, hidden_size))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_size))
@@ -342,6 +351,9 @@ class Experts(nn.Module):
         """[B, S, H] -> [B, S, H]."""
         x, weights, experts = self.enter(x, *routing)
         order, counts = dispatch(experts, self.num_experts, self.capacity_factor)
+        if torch.is_grad_enabled():
+            self.num_rows += experts.numel()
+            self.num_dropped += experts.numel() - len(order)
         # [B, S, H] -> [T, H] -> [R, H]: a token stands there once for each of its experts
         rows = x.flatten(0, 1)[order // experts.shape[-1]]
         done = self.travel(rows, counts, self.mlps)

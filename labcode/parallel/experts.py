@@ -26,7 +26,8 @@ Source: Lepikhin et al. 2020 (arXiv:2006.16668), section 3.2; Rajbhandari et al.
 Held by: tests/ranks/test_experts.py
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -235,3 +236,94 @@ class _Leave:
         if self.sequence:
             return reduce_scatter(x, self.tp, SEQUENCE_DIM)
         return reduce_from(x, self.tp)
+
+
+# ---- how even the load is
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What the routers and experts of a rank counted in one step.
+
+    Args:
+        loads: [E] of each layer, rows of this rank's tokens.
+        losses: Of each layer, the mean over its micro-batches.
+        num_rows, num_dropped: Of all layers.
+    """
+
+    loads: tuple[torch.Tensor, ...] = ()
+    losses: tuple[torch.Tensor, ...] = ()
+    num_rows: int = 0
+    num_dropped: int = 0
+
+
+def take_routed(routers: Iterable[Any], experts: Iterable[Any]) -> Routed:
+    """What has been counted; the counts begin anew. Nothing is read from the device."""
+    loads = []
+    losses = []
+    for router in routers:
+        if router.load is not None:  # a frozen model has no backward
+            loads.append(router.load)
+            losses.append(torch.stack(router.losses).mean())
+        router.load = None
+        router.losses = []
+    num_rows = 0
+    num_dropped = 0
+    for each in experts:
+        num_rows += each.num_rows
+        num_dropped += each.num_dropped
+        each.num_rows = 0
+        each.num_dropped = 0
+    return Routed(tuple(loads), tuple(losses), num_rows, num_dropped)
+
+
+def load_of(
+    routed: Routed,
+    tokens: dist.ProcessGroup,
+    stages: dist.ProcessGroup,
+    *,
+    copies: int,
+    device: torch.device,
+) -> dict[str, float]:
+    """How the routers of all layers spread the rows of all ranks; all of them call it.
+
+        expert_load     the largest over layers of   rows of the fullest expert / (all rows / E)
+        dropped_share   rows that found no room / all rows
+        router_loss     sum over layers of the losses, as they are added to the loss
+
+    A load of 1 is even, of E / k the collapse to the same k experts for all tokens.
+
+    Communicates: one all-reduce over `tokens`, two over `stages`.
+
+    Args:
+        routed: Of this rank.
+        tokens: The ranks that hold other tokens of the same batch.
+        stages: Those that hold other layers.
+        copies: How many ranks of `tokens` hold whole sequences, dp: their losses are averaged,
+            while the others add up.
+        device: Where the counts are.
+
+    Held by: tests/ranks/test_experts.py
+    """
+    numbers = [routed.num_rows, routed.num_dropped]
+    total = torch.tensor([*numbers, 0.0], dtype=torch.float64, device=device)
+    loads = [load.double() for load in routed.loads]
+    if loads:
+        total[2] = torch.stack(routed.losses).double().sum() / copies
+    total = torch.cat((total, *loads))
+    dist.all_reduce(total, group=tokens)
+    fullest = total.new_zeros(())
+    if loads:
+        of_layers = total[3:].view(len(loads), -1)  # [layers, E]
+        fullest = (of_layers.amax(1) / of_layers.mean(1)).amax()
+    sums = total[:3].clone()
+    dist.all_reduce(fullest, dist.ReduceOp.MAX, group=stages)
+    dist.all_reduce(sums, group=stages)
+    num_rows, num_dropped, loss = sums.tolist()
+    if not num_rows or not fullest:
+        return {}
+    return {
+        "expert_load": fullest.item(),
+        "dropped_share": num_dropped / num_rows,
+        "router_loss": loss,
+    }

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labcode.comm.grid import Grid
+from labcode.parallel.experts import Routed, load_of, take_routed
 from labcode.parallel.pipeline import OnAction, Pipeline, Ranges, unnamed
 from labcode.parallel.plan import ModelPlan
 from labcode.parallel.sharding import (
@@ -108,11 +109,15 @@ class ParallelModel(nn.Module):
         self.on_action: OnAction | None = None
         self.ranges: Ranges = unnamed
         self._pipelines: dict[int, Pipeline] = {}
-        # the routers of mixtures of experts, by name
+        # the routers of mixtures of experts, by name, and the experts
         self.routers: dict[str, Any] = {}
+        self._experts: list[Any] = []
         for name, module in self.module.named_modules():
             if hasattr(module, "move_of_bias"):
                 self.routers[name] = module
+            if hasattr(module, "num_dropped"):
+                self._experts.append(module)
+        self._routed = Routed()
 
     @property
     def module(self) -> nn.Module:
@@ -230,6 +235,8 @@ class ParallelModel(nn.Module):
     def rebalance(self) -> None:
         """After the optimizer's step: move the biases of all routers by the load of this step.
 
+        What the routers counted is kept for `expert_load` and begins anew.
+
         Communicates: one all-reduce over all ranks that hold tokens of the batch, of `layers * E`
             numbers; nothing without such biases.
         """
@@ -237,7 +244,7 @@ class ParallelModel(nn.Module):
         for name, router in self.routers.items():
             if router.bias is not None:
                 loads[name] = router.load
-            router.load = None
+        self._routed = take_routed(self.routers.values(), self._experts)
         if not loads:
             return
         first = next(iter(loads))
@@ -249,6 +256,39 @@ class ParallelModel(nn.Module):
             move = self.shardings[bias].own(self.routers[name].move_of_bias(load), self.grid)
             param = self.weights[bias]
             param += move.to(param)
+
+    def expert_load(self) -> dict[str, float]:
+        """How the routers spread the rows of the last step; every rank calls it.
+
+        The numbers are read, so that a GPU is waited for: ask where a row is written.
+
+        Communicates: an all-reduce of `layers * E + 3` numbers over all ranks that hold tokens of
+            the batch, and two of 1 and 3 over the stages; nothing without experts.
+
+        Returns:
+            `{"expert_load": .., "dropped_share": .., "router_loss": ..}`, as in
+            `parallel.experts.load_of`, the latter two where there is a capacity and a loss; empty
+            without experts, or if nothing was routed.
+        """
+        config = self.config
+        if not getattr(config, "num_experts", 0):
+            return {}
+        first = next(iter(self.routers), None)
+        axes = {"dp"}
+        if first is not None:
+            axes |= set(self.shardings[f"{first}.weight"].partial_over)
+        found = load_of(
+            self._routed,
+            self.grid.group(*axes),
+            self.grid.group("pp"),
+            copies=self.grid.size("dp"),
+            device=next(self.module.parameters()).device,
+        )
+        if not config.expert_capacity:
+            found.pop("dropped_share", None)
+        if not config.router_balance and not config.router_z_loss:
+            found.pop("router_loss", None)
+        return found
 
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the whole model's gradient, a float64 scalar; every rank calls it."""

@@ -28,6 +28,7 @@ from labcode.perf.find_model import (
     LIKE,
     NUMBERS,
     OTHER_WAYS,
+    described,
     find_model,
     from_numbers,
 )
@@ -43,6 +44,10 @@ from labcode.topology import GridShape
 from labcode.units import seconds
 
 PROGRAM = "python -m labcode.perf"
+OF_MIXTURES = (
+    "a router that spreads tokens evenly is taken for granted, and the interval is that of dense "
+    "models: no published run of a mixture has been compared"
+)
 CALIBRATES = "labcode.train.calibrate"  # measures, so it needs torch: a program of its own
 
 
@@ -79,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_what(one)
     for axis in ("dp", "pp", "cp", "tp"):
         one.add_argument(f"--{axis}", type=count, default=1)
+    one.add_argument("--ep", type=count, default=1, help="of dp, over which experts are divided")
     one.add_argument("--order", default=GridShape().order, help="of the axes, fastest first")
     one.add_argument("--micro-batch", type=count, default=1)
     one.add_argument("--zero", type=int, default=0, choices=range(4))
@@ -179,8 +185,14 @@ def _model(options: argparse.Namespace) -> NamedModel:
 
 
 def _shape(options: argparse.Namespace) -> Transformer:
-    """The model of the command line; what was taken for granted is said."""
+    """The model of the command line; what was taken for granted is said.
+
+    Of a mixture of experts is said how large it is, and how much of it a token uses.
+    """
     found = _model(options)
+    if found.shape.experts:
+        print_out(described(found))
+        print(OF_MIXTURES, file=sys.stderr)
     for note in found.notes:
         print(f"{found.title}: {note}", file=sys.stderr)
     return found.shape
@@ -234,7 +246,8 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 
 def _estimate(options: argparse.Namespace) -> None:
-    shape = GridShape(options.dp, options.pp, options.cp, options.tp, options.order)
+    sizes = (options.dp, options.pp, options.cp, options.tp)
+    shape = GridShape(*sizes, order=options.order, ep=options.ep)
     settings = replace(
         _settings(options),
         micro_batch=options.micro_batch,
@@ -248,9 +261,9 @@ def _estimate(options: argparse.Namespace) -> None:
     print_out(estimate_text(estimate(model, shape, cluster, settings, scale=options.scale), shape))
 
 
-def _search(options: argparse.Namespace, cluster: str, gpus: int) -> Plan:
+def _search(options: argparse.Namespace, model: Transformer, cluster: str, gpus: int) -> Plan:
     return plan(
-        _shape(options),
+        model,
         load_cluster(cluster),
         gpus=gpus,
         global_batch=options.global_batch,
@@ -260,7 +273,7 @@ def _search(options: argparse.Namespace, cluster: str, gpus: int) -> Plan:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    found = _search(options, options.cluster, options.gpus)
+    found = _search(options, _shape(options), options.cluster, options.gpus)
     print_out(plan_text(found, top=options.top, every=options.every))
     if options.plot:
         from labcode.perf.plots import memory_against_time
@@ -272,12 +285,13 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _compare(options: argparse.Namespace) -> None:
     sizes = _whole_numbers("--gpus", options.gpus)
+    model = _shape(options)
     rows = [["cluster", "GPUs", "dp x pp x cp x tp", "ZeRO", "checkpointing", "memory", "step"]]
     rows[0].append("samples/s")
     speeds: dict[str, list[tuple[int, float]]] = {}
     for cluster in options.cluster.split(","):
         for gpus in sizes:
-            found = _search(options, cluster, gpus)
+            found = _search(options, model, cluster, gpus)
             if not found.ranked:
                 rows.append([cluster, str(gpus), "nothing fits", *[""] * 5])
                 continue

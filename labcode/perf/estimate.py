@@ -10,6 +10,7 @@ after. Every second has a name, and the names add up to the step:
     checkpointing                     the second forward of activation checkpointing
     launch                            the device waits for the host
     tp, cp, pp                        communication that nothing hides
+    ep                                of a mixture of experts: rows to their experts and back
     fsdp                              weights gathered and gradients scattered, where layers do not
                                       hide them, and what the hidden part costs the products
     bubble                            the pipeline fills and drains, slower stages are waited for
@@ -19,8 +20,8 @@ after. Every second has a name, and the names add up to the step:
                                       does once a step, where that was measured
 
 What overlaps: with ZeRO-3 the weights of the next layer travel while a layer computes. Gradients
-overlap with the backward of the last micro-batch if `overlap_data_parallel`. tp, cp by all-gather
-and pp overlap with nothing; of a ring only what is longer than the attention of a block counts.
+overlap with the backward of the last micro-batch if `overlap_data_parallel`. tp, cp by all-gather,
+ep and pp overlap with nothing; of a ring only what is longer than the attention of a block counts.
 
 Source: Narayanan et al. 2021 (arXiv:2104.04473), section 3; Rajbhandari et al. 2019
     (arXiv:1910.02054), section 7, for the bytes of ZeRO; each part's own source beside it.
@@ -39,7 +40,7 @@ from labcode.perf.flops import transformer_flops_per_sample
 from labcode.perf.layer_time import LAUNCH_S, WIDTHS, Cut, Work, head_work, layer_work
 from labcode.perf.layout_memory import layout_memory
 from labcode.perf.settings import Settings, check
-from labcode.perf.stages import stage_layers, stage_parameters
+from labcode.perf.stages import kept_of_a_layer, stage_experts, stage_layers, stage_parameters
 from labcode.perf.transformer import Transformer
 from labcode.perf.two_level import Placement, Places, collective_s, places, send_s
 from labcode.topology import GridShape
@@ -51,6 +52,7 @@ BUSY_WITH_COLLECTIVES = 0.15
 # (4) and scaled (8); AdamW reads weight, gradient and two moments (16) and writes three (12); a
 # 16-bit gradient is widened and checked for overflow (2 + 4 + 8), a weight written in 16 bits (6).
 WIDE_OPTIMIZER_BYTES = 4 + 8 + 16 + 12
+COUNT_BYTES = 8  # how many rows an expert gets is an int64
 MIXED_OPTIMIZER_BYTES = WIDE_OPTIMIZER_BYTES + 14 + 6
 
 # Measured over predicted seconds, 10th and 90th percentile of the published runs.
@@ -84,7 +86,10 @@ class Estimate:
 
     @property
     def interval_s(self) -> tuple[float, float]:
-        """From when to when the step of a stack nobody has calibrated ends, in 8 cases of 10."""
+        """From when to when the step of a stack nobody has calibrated ends, in 8 cases of 10.
+
+        Of dense models: no published run of a mixture of experts has been compared.
+        """
         least, most = INTERVAL
         return least * self.step_s, most * self.step_s
 
@@ -186,7 +191,7 @@ def _pieces(
 ) -> "tuple[_Stage, int, _Others]":
     micro_batches = settings.num_micro_batches(shape)
     place = places(shape, cluster.gpus_per_node)
-    parameters = max(stage_parameters(model, shape))
+    parameters = _fullest_stage(model, shape)
     layer = _layer(shape, place, settings)
     stage = _slowest_stage(model, cluster, shape.pp, layer)
     message_s = _message_s(model, cluster, place.pp, layer.cut, settings)
@@ -195,10 +200,31 @@ def _pieces(
         # forward and backward each end in an exchange with the neighbours, for each chunk of layers
         pp=micro_batches * 2 * chunks * message_s,
         bubble=stage.waiting_s / chunks + 2 * (shape.pp - 1) * message_s,
-        dp=_data_parallel_s(model, shape, cluster, settings, place.data, parameters, stage.seconds),
+        dp=_data_parallel_s(model, shape, cluster, settings, place, parameters, stage.seconds),
         optimizer=_optimizer_s(shape, cluster, settings, parameters) + cluster.once_s,
     )
     return stage, micro_batches, others
+
+
+class _Parameters(NamedTuple):
+    """Weights of a rank.
+
+    Args:
+        copied: Those of which all ranks of dp and cp have copies; without ep all.
+        experts: Those of which the ranks of edp and cp have copies.
+    """
+
+    copied: float
+    experts: float
+
+
+def _fullest_stage(model: Transformer, shape: GridShape) -> _Parameters:
+    parameters = stage_parameters(model, shape)
+    if shape.ep == 1:
+        return _Parameters(max(parameters), 0.0)
+    experts = stage_experts(model, shape)
+    stage = parameters.index(max(parameters))
+    return _Parameters(parameters[stage] - experts[stage], experts[stage])
 
 
 class _Stage(NamedTuple):
@@ -242,10 +268,12 @@ class _Sharded(NamedTuple):
 
     Args:
         place: Over which ranks.
+        copies: Over which ranks experts are kept, if ep divides them.
         gathered_bytes, reduced_bytes: As in Settings.
     """
 
     place: Placement
+    copies: Placement
     gathered_bytes: float
     reduced_bytes: float
 
@@ -256,7 +284,7 @@ class _Layer(NamedTuple):
     Args:
         cut: What a rank has of it.
         activation_checkpointing, context_attention: As in Settings.
-        tp, cp: Where these groups are.
+        tp, cp, ep: Where these groups are.
         sharded: How its weights are kept, if it is not whole.
     """
 
@@ -265,19 +293,22 @@ class _Layer(NamedTuple):
     context_attention: str
     tp: Placement
     cp: Placement
+    ep: Placement
     sharded: _Sharded | None
 
 
 def _layer(shape: GridShape, place: Places, settings: Settings) -> _Layer:
     sharded = None
     if settings.zero_stage >= 3 and shape.pp == 1:
-        sharded = _Sharded(place.data, settings.gathered_bytes, settings.reduced_bytes)
+        widths = (settings.gathered_bytes, settings.reduced_bytes)
+        sharded = _Sharded(place.data, place.copies, *widths)
     return _Layer(
         cut=settings.cut(shape),
         activation_checkpointing=settings.activation_checkpointing,
         context_attention=settings.context_attention,
         tp=place.tp,
         cp=place.cp,
+        ep=place.ep,
         sharded=sharded,
     )
 
@@ -292,8 +323,9 @@ def _layer_parts(model: Transformer, cluster: Cluster, layer: _Layer) -> Mapping
     waits_s = both.plus(again).waits_s(launch_s, cluster.host_computes)
     tp_s = _tensor_parallel_s(model, cluster, layer)
     cp_s = _context_parallel_s(model, cluster, layer, forward.attention)
-    compute_s = both.device_s + again.device_s + waits_s + tp_s + cp_s
-    return {
+    ep_s = _expert_parallel_s(model, cluster, layer)
+    compute_s = both.device_s + again.device_s + waits_s + tp_s + cp_s + ep_s
+    parts = {
         "product": both.product,
         "attention": both.attention,
         "elementwise": both.elementwise,
@@ -303,6 +335,9 @@ def _layer_parts(model: Transformer, cluster: Cluster, layer: _Layer) -> Mapping
         "cp": cp_s,
         "fsdp": _fsdp_s(model, cluster, layer, compute_s),
     }
+    if model.experts:
+        parts["ep"] = ep_s
+    return parts
 
 
 def _computed_again(forward: Work, activation_checkpointing: str) -> Work:
@@ -347,9 +382,12 @@ def _act_bytes(model: Transformer, cut: Cut) -> float:
 def _tensor_parallel_s(model: Transformer, cluster: Cluster, layer: _Layer) -> float:
     """Two sums over tp forward, two backward, two more where forward is repeated.
 
+    An MLP beside the experts, which all tokens use, has sums of its own: three in place of two.
+
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """
-    times = 6 if layer.activation_checkpointing == "full" else 4
+    ways = 3 if layer.activation_checkpointing == "full" else 2
+    times = ways * model.sums_over_tp
     return times * _sum_over_tp_s(model, cluster, layer)
 
 
@@ -394,6 +432,24 @@ def _context_parallel_s(
     return forwards * forward_s + backward_s
 
 
+def _expert_parallel_s(model: Transformer, cluster: Cluster, layer: _Layer) -> float:
+    """Rows go to their experts and back: two all-to-alls forward, two backward.
+
+    Two more where forward is repeated, and before each pair one of a number for each expert. tp
+    cuts the features inside an expert, so that each of its ranks sends all rows. Even loads: of an
+    uneven one the fullest rank is waited for.
+
+    Source: Lepikhin et al. 2020 (arXiv:2006.16668), section 3.2.
+    """
+    if layer.ep.ranks == 1:
+        return 0.0
+    rows = model.active_experts * _act_bytes(model, layer.cut)
+    forwards = 2 if layer.activation_checkpointing == "full" else 1
+    rows_s = collective_s(cluster, "all_to_all", layer.ep, rows)
+    counts_s = collective_s(cluster, "all_to_all", layer.ep, COUNT_BYTES * model.experts)
+    return (2 * forwards + 2) * rows_s + forwards * counts_s
+
+
 def _fsdp_s(model: Transformer, cluster: Cluster, layer: _Layer, compute_s: float) -> float:
     """What a layer loses to gathering its weights and scattering its gradients.
 
@@ -406,11 +462,19 @@ def _fsdp_s(model: Transformer, cluster: Cluster, layer: _Layer, compute_s: floa
     sharded = layer.sharded
     if sharded is None:
         return 0.0
-    weights = model.layer_parameters / layer.cut.tp
-    gather_s = collective_s(cluster, "all_gather", sharded.place, weights * sharded.gathered_bytes)
-    scatter_s = collective_s(
-        cluster, "reduce_scatter", sharded.place, weights * sharded.reduced_bytes
-    )
+    experts = 0.0
+    if layer.cut.ep > 1:
+        experts = model.expert_weights // layer.cut.ep / layer.cut.tp
+    gather_s = 0.0
+    scatter_s = 0.0
+    others = kept_of_a_layer(model, layer.cut.ep) / layer.cut.tp - experts
+    for place, weights in ((sharded.place, others), (sharded.copies, experts)):
+        if not weights:
+            continue
+        gathered = weights * sharded.gathered_bytes
+        gather_s += collective_s(cluster, "all_gather", place, gathered)
+        reduced = weights * sharded.reduced_bytes
+        scatter_s += collective_s(cluster, "reduce_scatter", place, reduced)
     forward_s = compute_s / 4 if layer.activation_checkpointing == "full" else compute_s / 3
     backward_s = compute_s - forward_s
     exposed_s = max(0.0, gather_s - forward_s)
@@ -436,26 +500,31 @@ def _data_parallel_s(
     shape: GridShape,
     cluster: Cluster,
     settings: Settings,
-    place: Placement,
-    parameters: float,
+    place: Places,
+    parameters: _Parameters,
     micro_batch_s: float,
 ) -> float:
     """Gradients over dp and cp: an all-reduce, or a reduce-scatter and the new weights' all-gather.
 
-    The same once a step for ZeRO-3 in a pipeline, where a stage stays gathered.
+    Those of experts go over edp and cp, after the others. The same once a step for ZeRO-3 in a
+    pipeline, where a stage stays gathered.
 
     Source: Rajbhandari et al. 2019 (arXiv:1910.02054), section 7: as many bytes either way.
     """
     if settings.zero_stage >= 3 and shape.pp == 1:
         return 0.0
-    gradients = parameters * settings.reduced_bytes
-    if settings.zero_stage == 0:
-        reduce_s = collective_s(cluster, "all_reduce", place, gradients)
-        gather_s = 0.0
-    else:
-        reduce_s = collective_s(cluster, "reduce_scatter", place, gradients)
-        weights = parameters * settings.gathered_bytes
-        gather_s = collective_s(cluster, "all_gather", place, weights)
+    reduce_s = 0.0
+    gather_s = 0.0
+    for group, weights in zip((place.data, place.copies), parameters, strict=True):
+        if not weights:
+            continue
+        gradients = weights * settings.reduced_bytes
+        if settings.zero_stage == 0:
+            reduce_s += collective_s(cluster, "all_reduce", group, gradients)
+            continue
+        reduce_s += collective_s(cluster, "reduce_scatter", group, gradients)
+        gathered = weights * settings.gathered_bytes
+        gather_s += collective_s(cluster, "all_gather", group, gathered)
     if settings.overlap_data_parallel:
         # the first layers' gradients come last, and nothing is left to hide them
         last = reduce_s / max(stage_layers(model, shape.pp))
@@ -469,11 +538,13 @@ def _data_parallel_s(
 
 
 def _optimizer_s(
-    shape: GridShape, cluster: Cluster, settings: Settings, parameters: float
+    shape: GridShape, cluster: Cluster, settings: Settings, weights: _Parameters
 ) -> float:
     """AdamW over a rank's part of the weights, at the memory's bandwidth."""
+    parameters = sum(weights)
     if settings.zero_stage >= 1:
-        parameters /= shape.dp * shape.cp
+        parameters = weights.copied / (shape.dp * shape.cp)
+        parameters += weights.experts / (shape.edp * shape.cp)
     mixed = settings.weight_bytes < 4
     num_bytes = MIXED_OPTIMIZER_BYTES if mixed else WIDE_OPTIMIZER_BYTES
     return parameters * num_bytes / cluster.gpu.stream_bytes_per_s

@@ -152,8 +152,7 @@ def described(found: NamedModel) -> str:
     shape = found.shape
     weights = f"{in_words(shape.num_parameters)} weights"
     if shape.experts:
-        idle = shape.num_layers * shape.idle_expert_weights
-        weights += f", {in_words(shape.num_parameters - idle)} of them for each token"
+        weights += f", {in_words(shape.num_active_parameters)} of them for each token"
     return f"{found.title}: {weights}, sequences of {shape.sequence_length:,} tokens"
 
 

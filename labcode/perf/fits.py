@@ -4,8 +4,8 @@
 
 Only memory is asked for, so that a kind of GPU is enough and no cluster is needed: how fast it is,
 `plan` says. Looked at are, in this order, plain data parallelism with each stage of ZeRO, and, if
-none of them fits, every grid with tensor, context and pipeline parallelism. What would make it fit
-is tried, not guessed: more GPUs, shorter sequences, narrower states, larger GPUs.
+none of them fits, every grid with expert, tensor, context and pipeline parallelism. What would make
+it fit is tried, not guessed: more GPUs, shorter sequences, narrower states, larger GPUs.
 
 Held by: tests/unit/test_fits.py, against published reports of who ran out of memory
 """
@@ -215,8 +215,8 @@ def _effort(fitting: Fitting) -> tuple[bool, int, int]:
     return fitting.tight, computed_again, settings.zero_stage
 
 
-def _cuts(shape: GridShape) -> tuple[int, int, int]:
-    return shape.tp * shape.cp * shape.pp, shape.pp, shape.cp
+def _cuts(shape: GridShape) -> tuple[int, int, int, int]:
+    return shape.tp * shape.cp * shape.pp, shape.pp, shape.cp, shape.ep
 
 
 def answer(
@@ -304,7 +304,8 @@ def _how(way: Way) -> str:
 
 def _cut(way: Way) -> str:
     cuts = []
-    for axis, name in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
+    names = {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert"}
+    for axis, name in names.items():
         size = getattr(way.shape, axis)
         if size > 1:
             cuts.append(f"{name} parallelism over {size} GPUs")

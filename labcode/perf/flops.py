@@ -1,5 +1,8 @@
 """How much arithmetic a model needs, from its shape alone."""
 
+import math
+from collections.abc import Iterable, Sequence
+
 from labcode.config import GPTConfig, ViTConfig
 from labcode.perf.transformer import Transformer
 
@@ -52,3 +55,45 @@ def transformer_flops_per_sample(
             f"{', '.join(again)}"
         )
     return 3 * (layers + ends) + again[activation_checkpointing]
+
+
+def frozen_flops_per_sample(
+    config: GPTConfig | ViTConfig, weights: Iterable[tuple[str, Sequence[int], bool]]
+) -> int:
+    """Those of `training_flops_per_sample` that frozen weights spare.
+
+    A product with W weights has 2 S W FLOPs forward, 2 S W for the gradient of its weights, which a
+    frozen one does not need, and 2 S W for that of its input, which nothing needs before the first
+    weight that trains. Experts count as if the router came before them in a row.
+
+    Args:
+        config: The shape of the model.
+        weights: (name, shape, whether it trains) of each, in the order of forward, as
+            `named_parameters` of the model gives them.
+
+    Held by: tests/unit/test_flops.py::test_frozen_weights_spare_what_torch_does_not_count
+    """
+    model = Transformer.of(config)
+    tokens = model.sequence_length
+    looked_up = {"positions.weight"} if model.inputs else {"positions.weight", "embed.weight"}
+    embedding_trains = True
+    reached = False  # whether a gradient is wanted of what the next product reads
+    spared = 0
+    for name, shape, trains in weights:
+        if name == "embed.weight":
+            embedding_trains = trains
+        if name.endswith("attention.proj.weight") and not reached:
+            spared += 2 * 4 * tokens**2 * model.heads_size  # backward of attention's core
+        if len(shape) > 1 and name not in looked_up:
+            flops = 2 * tokens * math.prod(shape)
+            if ".experts." in name:
+                flops = flops * model.active_experts // model.experts
+            if not trains:
+                spared += flops
+            # the formula has a gradient of the data itself, which is never computed
+            if not reached and name != "embed.weight":
+                spared += flops
+        reached = reached or trains
+    if model.tied and not embedding_trains:
+        spared += 2 * tokens * model.head_weights
+    return spared

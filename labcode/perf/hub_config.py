@@ -242,7 +242,7 @@ def of_config(
     sizes: dict[str, Any] = {size: _size(text, size, where) for size in SIZES}
     _fill(text, kind, sizes, where)
     _check_there(text, sizes, family, where)
-    _fill_experts(text, kind, sizes, where, notes)
+    _fill_experts(text, kind, sizes, where)
     allowed = sizes.pop("positions")
     tokens = _tokens(allowed, sequence_length, family.learned, where, notes)
     try:
@@ -386,7 +386,6 @@ def _fill_experts(
     kind: str,
     sizes: dict[str, Any],
     where: str,
-    notes: list[str],
 ) -> None:
     expert_size = sizes.pop("expert_size")
     if (sizes["experts"] or 0) < 2:
@@ -403,7 +402,6 @@ def _fill_experts(
     sizes["shared_size"] = _whole(config, "shared_expert_intermediate_size", where) or 0
     if kind in SHARES_ONE:
         sizes["shared_size"] = sizes["ffn_size"]
-    notes.append("its experts are sharded as all weights are: expert parallelism is not counted")
 
 
 def _tokens(

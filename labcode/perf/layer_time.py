@@ -107,6 +107,7 @@ class Cut(NamedTuple):
         dtype: Of the products.
         attention: "unfused", "flash", "flash2" or "flash3".
         compiled: Whether a compiler has fused what is elementwise.
+        ep: Ranks over which the experts are divided.
     """
 
     micro_batch: int
@@ -116,6 +117,7 @@ class Cut(NamedTuple):
     dtype: str = "bfloat16"
     attention: str = "flash2"
     compiled: bool = False
+    ep: int = 1
 
 
 WIDTHS = {"fp8": 2, "bfloat16": 2, "float16": 2, "tf32": 4, "float32": 4, "float64": 8}
@@ -183,7 +185,10 @@ def layer_work(model: Transformer, gpu: Gpu, cut: Cut) -> tuple[Work, Work]:
         (tokens, model.qkv / cut.tp, hidden, 1),
         (tokens, hidden, model.heads_size / cut.tp, 1),
     ]
-    for rows, ffn, count in _mlps(model, tokens):
+    if model.experts:
+        own = tokens / cut.tp if cut.sequence_parallel else tokens
+        products.append((own, model.experts, hidden, 1))  # the router
+    for rows, ffn, count in _mlps(model, tokens, cut.ep):
         products += [(rows, ffn / cut.tp, hidden, count)] * (model.mlp_matrices - 1)
         products.append((rows, hidden, ffn / cut.tp, count))
     forward_product = 0.0
@@ -202,15 +207,17 @@ def layer_work(model: Transformer, gpu: Gpu, cut: Cut) -> tuple[Work, Work]:
     )
 
 
-def _mlps(model: Transformer, tokens: float) -> list[tuple[float, int, int]]:
-    """(Tokens of each, features inside, how many) of the MLPs of a layer.
+def _mlps(model: Transformer, tokens: float, ep: int) -> list[tuple[float, int, int]]:
+    """(Tokens of each, features inside, how many) of the MLPs of a layer on one rank.
 
-    A router that spreads tokens evenly is taken for granted, and products of all experts at once.
+    A router that spreads tokens evenly is taken for granted, and products of all experts at once:
+    of a loop over experts each product has launches of its own. Over ep a rank has fewer experts,
+    each with the tokens of all its ranks.
     """
     if not model.experts:
         return [(tokens, model.ffn, 1)]
-    rows = tokens * model.active_experts / model.experts
-    found = [(rows, model.ffn, model.experts)]
+    rows = ep * tokens * model.active_experts / model.experts
+    found = [(rows, model.ffn, model.experts // ep)]
     if model.shared_size:
         found.append((tokens, model.shared_size, 1))
     return found
@@ -268,7 +275,7 @@ def _passes(model: Transformer, cut: Cut, tokens: float) -> tuple[float, float]:
         ((0, 0) if cut.compiled else JOIN, heads),
         (ROTARY, rotary / cut.tp),
         (BIAS if model.biases else (0, 0), model.qkv / cut.tp + inside + 2 * whole),
-        (ROUTED if model.experts else (0, 0), model.active_experts * whole),
+        (ROUTED if model.experts else (0, 0), model.active_experts * hidden),
     ]
     forward = 0.0
     backward = 0.0

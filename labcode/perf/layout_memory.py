@@ -1,6 +1,7 @@
 """Bytes of the fullest rank of a layout, by what they are.
 
-    weights, gradients, optimizer   of the stage's weights, divided by ZeRO (`state_memory`)
+    weights, gradients, optimizer   of the stage's weights, divided by ZeRO (`state_memory`): those
+                                    of experts over edp, all others over dp
     activations                     what each layer keeps (Korthikanti et al.), times the
                                     micro-batches that are under way on the stage
     layer, or logits                what the layer whose backward runs needs besides, with
@@ -11,6 +12,8 @@
 
 Each stage is counted, and the fullest one is told: the first keeps most micro-batches and has the
 embedding, the last has the logits.
+
+Of a mixture an even load of the experts is taken for granted (`memory.layer_activations`).
 
 Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4; Rajbhandari et al. 2019
     (arXiv:1910.02054), figure 1.
@@ -23,8 +26,8 @@ from labcode.perf.layer_time import WIDTHS
 from labcode.perf.memory import layer_activations
 from labcode.perf.pipeline import peak_microbatches
 from labcode.perf.settings import Settings
-from labcode.perf.stages import stage_layers, stage_parameters
-from labcode.perf.state_memory import state_bytes
+from labcode.perf.stages import kept_of_a_layer, stage_experts, stage_layers, stage_parameters
+from labcode.perf.state_memory import StateBytes, state_bytes
 from labcode.perf.transformer import Transformer
 from labcode.topology import GridShape
 
@@ -83,20 +86,12 @@ def layout_memory(model: Transformer, shape: GridShape, settings: Settings) -> d
     kept = layer_bytes(*arguments, settings.activation_checkpointing, residual_bytes)
     again = layer_bytes(*arguments, "none", residual_bytes) - kept
     layers = stage_layers(model, shape.pp)
-    weights = stage_parameters(model, shape)
     tokens = settings.micro_batch * model.sequence_length / shape.cp
     whole = model.hidden_size / shape.tp if settings.sequence_parallel else model.hidden_size
     fullest: dict[str, float] = {}
     # those between the second and the last have as many layers and keep fewer micro-batches
     for stage in sorted({0, min(1, shape.pp - 1), shape.pp - 1}):
-        state = state_bytes(
-            round(weights[stage]),
-            settings.zero_stage,
-            shape.dp * shape.cp,
-            weight_bytes=settings.weight_bytes,
-            gradient_bytes=settings.gradient_bytes,
-            optimizer_bytes=settings.optimizer_bytes,
-        )
+        state = _state(model, shape, stage, settings)
         ends = 0
         if stage == 0:
             ends += 1
@@ -119,6 +114,27 @@ def layout_memory(model: Transformer, shape: GridShape, settings: Settings) -> d
         if sum(parts.values()) > sum(fullest.values()):
             fullest = parts
     return fullest
+
+
+def _state(model: Transformer, shape: GridShape, stage: int, settings: Settings) -> StateBytes:
+    """What a rank of a stage keeps of weights, gradients and the optimizer's state.
+
+    ZeRO divides an expert over the ranks that have copies of it, edp of dp.
+
+    Held by: tests/ranks/test_zero_memory.py
+    """
+    experts = stage_experts(model, shape)[stage] if shape.ep > 1 else 0
+    others = stage_parameters(model, shape)[stage] - experts
+    widths = {
+        "weight_bytes": settings.weight_bytes,
+        "gradient_bytes": settings.gradient_bytes,
+        "optimizer_bytes": settings.optimizer_bytes,
+    }
+    state = state_bytes(round(others), settings.zero_stage, shape.dp * shape.cp, **widths)
+    if not experts:
+        return state
+    more = state_bytes(round(experts), settings.zero_stage, shape.edp * shape.cp, **widths)
+    return StateBytes(*(one + other for one, other in zip(state, more, strict=True)))
 
 
 def _under_way(shape: GridShape, stage: int, settings: Settings) -> float:
@@ -152,7 +168,7 @@ def _gathered(model: Transformer, shape: GridShape, settings: Settings) -> float
     whole = settings.gathered_bytes + settings.reduced_bytes
     if shape.pp > 1:
         return max(stage_parameters(model, shape)) * whole
-    layer = model.layer_parameters / shape.tp
+    layer = kept_of_a_layer(model, shape.ep) / shape.tp
     (all_weights,) = stage_parameters(model, shape)
     in_no_layer = all_weights - model.num_layers * layer
     return in_no_layer * whole + layer * (settings.gathered_bytes + whole)

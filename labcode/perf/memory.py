@@ -60,13 +60,20 @@ def layer_activations(
         attention output     B S N D          / tp  what proj reads; the fused kernel keeps it too
         GELU input, output   B S F each       / tp
         gate, gated          B S F each       / tp  gated MLPs only: the other factor, the product
-        routed tokens        2 A B S H              experts only: what goes into and comes out of
-                                                    the A experts of each token
+        routed tokens        2 k B S H              experts only: what goes into and comes out of
+                                                    the k of E experts that a token uses
+        routing              B S (E + 2 k + 2)      experts only, 4 bytes each: scores, weights and
+                             B S 5 k                their sums; 8 bytes each: where a row goes
         dropout masks        2 B S H                with dropout only
 
     "4 bytes" are more where the numbers themselves have more. S is S/cp here. Under sequence
     parallelism the first three and the last are cut over tp as well. With cp the formula is that of
     the ring, which keeps the rank's own keys and values; a layer that gathers them may keep more.
+
+    F is that of all MLPs that a token uses: k experts and the shared one. tp cuts the features
+    inside an expert, so that each of its ranks has all rows; sequence parallelism gathers them
+    before. ep changes nothing here as long as the router spreads the rows evenly: a rank gets as
+    many as it sends. Of an uneven one the rank with the fullest experts keeps more, in proportion.
 
     Args:
         model: Its shape. The sequence is `model.sequence_length` long.
@@ -106,22 +113,26 @@ def layer_activations(
         "linear inputs": 2 * whole_tokens * hidden * value_bytes,
     }
     terms |= _attention(model, tokens / shape.tp, value_bytes, mask_bytes, fused_attention)
-    ffn = model.active_ffn if isinstance(model, Transformer) else model.ffn
-    terms["GELU input"] = tokens * ffn * value_bytes / shape.tp
+    terms["GELU input"] = tokens * model.active_ffn * value_bytes / shape.tp
     terms["GELU output"] = terms["GELU input"]
     if not isinstance(model, ViTConfig) and model.gated:
         terms["gate"] = terms["GELU input"]
         terms["gated"] = terms["GELU input"]
-    if isinstance(model, Transformer) and model.experts:
-        copies = 2 * model.active_experts
-        terms["routed tokens"] = copies * whole_tokens * hidden * value_bytes
+    experts, top_k = _experts(model)
+    if experts:
+        terms["routed tokens"] = 2 * top_k * tokens * hidden * value_bytes
+        # of its own tokens the router keeps scores, the chosen ones and their sums
+        scores = (experts + top_k + 2) * statistic_bytes + top_k * INDEX_BYTES
+        # of all rows weights, and four permutations: by expert, by rank of ep, and back
+        rows = top_k * (statistic_bytes + 4 * INDEX_BYTES)
+        terms["routing"] = whole_tokens * scores + tokens * rows
     if model.dropout:
         terms["dropout masks"] = 2 * whole_tokens * hidden * mask_bytes
     if activation_checkpointing == "full":
         return {"layer input": whole_tokens * hidden * residual_bytes}
     if activation_checkpointing == "operators":
         products = terms["q, k, v"] + terms["GELU input"] + terms.get("gate", 0.0)
-        products += 2 * whole_tokens * hidden * value_bytes
+        products += (1 + max(1, top_k)) * whole_tokens * hidden * value_bytes
         return {
             "layer input": whole_tokens * hidden * residual_bytes,
             "attention output": terms["attention output"],
@@ -145,7 +156,7 @@ def _check_divisible(
     cuts = [
         ("model.num_heads", model.num_heads, shape.tp, tp),
         ("model.num_kv_heads", _kv_heads(model), shape.tp, tp),
-        ("model.ffn_size", model.ffn, shape.tp, tp),
+        ("model.ffn_size", _ffn_of_an_mlp(model), shape.tp, tp),
         (sequence, model.sequence_length, shape.cp, f"parallel.cp={shape.cp}"),
     ]
     if sequence_parallel:
@@ -175,6 +186,21 @@ def _kv_heads(model: GPTConfig | ViTConfig | Transformer) -> int:
     if isinstance(model, GPTConfig):
         return model.kv_heads
     return model.num_heads
+
+
+def _experts(model: GPTConfig | ViTConfig | Transformer) -> tuple[int, int]:
+    """(Experts of a layer, how many of them a token uses); none: 0, 0."""
+    if isinstance(model, Transformer):
+        return (model.experts, model.active_experts) if model.experts else (0, 0)
+    if isinstance(model, GPTConfig) and model.num_experts:
+        return model.num_experts, model.experts_per_token
+    return 0, 0
+
+
+def _ffn_of_an_mlp(model: GPTConfig | ViTConfig | Transformer) -> int:
+    if isinstance(model, GPTConfig) and model.num_experts:
+        return model.expert_ffn
+    return model.ffn
 
 
 def _is_rotary(model: GPTConfig | ViTConfig | Transformer) -> bool:

@@ -75,8 +75,9 @@ def rank_calls(
         sequence_parallel: As in Settings.
 
     Raises:
-        ValueError: Layers that pp does not divide, or cp.
+        ValueError: Layers that pp does not divide, or cp, or a mixture of experts.
     """
+    _refuse_experts(model)
     layers = _layers(model, shape)
     first, last = _ends(shape, stage)
     tokens = micro_batch * model.context_length
@@ -121,6 +122,7 @@ def rank_activation_bytes(
     Args:
         As in `rank_calls`.
     """
+    _refuse_experts(model)
     options = {
         "batch": micro_batch,
         "sequence_parallel": sequence_parallel,
@@ -150,6 +152,14 @@ def _layers(model: GPTConfig, shape: GridShape) -> int:
             "and without cp"
         )
     return model.num_layers // shape.pp
+
+
+def _refuse_experts(model: GPTConfig) -> None:
+    if model.num_experts:
+        raise ValueError(
+            f"model.num_experts={model.num_experts}: what experts get and send depends on the "
+            "router, so it is not exact; ask perf.estimate"
+        )
 
 
 def _ends(shape: GridShape, stage: int) -> tuple[int, int]:

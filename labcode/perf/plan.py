@@ -3,10 +3,10 @@
     found = plan(load_model("llama3-70b"), load_cluster("dgx-h100"), gpus=1024, global_batch=1024)
     found.ranked[0], found.refused[0]
 
-A layout is a grid (dp, cp, tp, pp and the order of its axes), a micro-batch, a number of stages on
-each rank, a stage of ZeRO and a kind of activation checkpointing. Legal are those that divide what
-they cut. Those that need more memory than a GPU has are refused with the number; the rest is ranked
-by the predicted step.
+A layout is a grid (dp, cp, tp, pp, the order of its axes, and for a mixture of experts ep), a
+micro-batch, a number of stages on each rank, a stage of ZeRO and a kind of activation
+checkpointing. Legal are those that divide what they cut. Those that need more memory than a GPU has
+are refused with the number; the rest is ranked by the predicted step.
 
 Some choices are not searched, because one answer is never worse: sequence parallelism goes with
 every tp, a tp group stays inside a node (Narayanan et al. 2021, arXiv:2104.04473, section 3), a
@@ -19,6 +19,7 @@ Held by: tests/unit/test_plan.py
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -155,7 +156,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def grids(model: Transformer, gpus: int, largest_tp: int, global_batch: int) -> Iterator[GridShape]:
-    """Every grid of so many ranks that divides heads, tokens, layers and batch."""
+    """Every grid of so many ranks that divides heads, tokens, layers, experts and batch."""
     largest_cp = max(1, model.sequence_length // LEAST_TOKENS)
     for tp in _divisors(gpus):
         if tp > largest_tp:
@@ -167,8 +168,11 @@ def grids(model: Transformer, gpus: int, largest_tp: int, global_batch: int) -> 
                 continue
             for pp in _divisors(gpus // (tp * cp)):
                 dp = gpus // (tp * cp * pp)
-                if pp <= model.num_layers and global_batch % dp == 0:
-                    yield GridShape(dp, pp, cp, tp)
+                if pp > model.num_layers or global_batch % dp:
+                    continue
+                # without experts 1 alone divides both
+                for ep in _divisors(math.gcd(model.experts, dp) if model.experts else 1):
+                    yield GridShape(dp, pp, cp, tp, ep=ep)
 
 
 def _placed(shape: GridShape, cluster: Cluster) -> list[GridShape]:
@@ -182,6 +186,8 @@ def _placed(shape: GridShape, cluster: Cluster) -> list[GridShape]:
             group_link(cluster, place.cp),
             place.pp.nodes > 1,
             place.data,
+            place.ep,
+            place.copies,
         )
         found.setdefault(links, placed)
     return list(found.values())

@@ -118,6 +118,7 @@ class Settings:
             self.dtype,
             self.attention,
             self.compiled,
+            shape.ep,
         )
 
 
@@ -137,6 +138,7 @@ def check(model: Transformer, shape: GridShape, settings: Settings) -> None:
     for name, size, what, parts in cuts:
         if size % parts:
             raise ValueError(f"{name}={size} is not divisible by {what}={parts}: change one")
+    model.check_ep(shape.ep)
     if shape.pp > model.num_layers:
         raise ValueError(f"pp={shape.pp} for num_layers={model.num_layers}: use fewer stages")
     choices = (

@@ -96,8 +96,14 @@ def iteration_parts(
         data_parallel: How the ranks of dp share the work: see above.
 
     Raises:
-        ValueError: Sharded in a pipeline, where the weights would travel in each micro-batch.
+        ValueError: Sharded in a pipeline, where the weights would travel in each micro-batch, or a
+            mixture of experts.
     """
+    if model.num_experts:
+        raise ValueError(
+            f"model.num_experts={model.num_experts}: the plainest model knows no experts and no "
+            "all-to-all; ask perf.estimate"
+        )
     if data_parallel == "sharded" and shape.pp > 1:
         raise ValueError(
             f'pp={shape.pp} and "sharded": the weights would be gathered for each micro-batch; '
@@ -269,6 +275,10 @@ ADD_PASSES = 3 + 3  # forward: two terms and their sum; backward: the two gradie
 GELU_PASSES = 2 + 3  # as a norm
 GATE_PASSES = 3 + 5  # of a gated MLP: two factors, their product; the same again and two gradients
 BIAS_PASSES = 1  # backward sums the gradient over all tokens
+# forward: a row is gathered, joined with those of other experts, gathered and weighted; backward
+# the same
+ROUTED_PASSES = 8 + 8
+ROUTER_PASSES = 9 + 5  # as the loss: a softmax over the experts
 JOIN_PASSES = 2  # backward copies the gradients of q, k and v into one tensor
 # forward: 4 products and 2 sums of halves, joined; the same in backward
 ROTARY_PASSES = 9 + 9
@@ -288,11 +298,14 @@ def _layer_bytes(
     kv_heads = model.kv_heads if isinstance(model, GPTConfig) else model.num_heads
     qkv = (model.num_heads + 2 * kv_heads) * model.head_size
     wide = 2 * (NORM_PASSES + ADD_PASSES) * hidden
-    narrow = GELU_PASSES * model.ffn + JOIN_PASSES * qkv
+    narrow = GELU_PASSES * model.active_ffn + JOIN_PASSES * qkv
     if isinstance(model, ViTConfig) or model.bias:
         narrow += BIAS_PASSES * (qkv + 2 * hidden + model.ffn)
     if isinstance(model, GPTConfig) and model.gated:
-        narrow += GATE_PASSES * model.ffn
+        narrow += GATE_PASSES * model.active_ffn
+    if isinstance(model, GPTConfig) and model.num_experts:
+        narrow += ROUTED_PASSES * model.experts_per_token * hidden
+        wide += ROUTER_PASSES * model.num_experts
     if isinstance(model, GPTConfig) and model.positions == "rotary":
         narrow += ROTARY_PASSES * (model.num_heads + kv_heads) * model.head_size
     if value_bytes < wide_bytes:
@@ -317,6 +330,8 @@ LAYER_VIEWS = (
 LAYER_OPERATIONS = (
     11 + LAYER_VIEWS
 )  # two norms, four products, attention, GELU, two sums, a join of heads
+ROUTING_OPERATIONS = 43  # beyond an MLP's: scores, top-k, balance loss, permutation and back
+EXPERT_OPERATIONS = 9  # of one expert in a loop: its rows and weights, two products, activation
 ROTARY_OPERATIONS = 7  # four products, two sums, a join
 AUTOCAST_OPERATIONS = 12  # weights and biases of four products, and what goes in and out
 END_OPERATIONS = 20  # embedding, positions, last norm, head, and the loss in single operations
@@ -332,6 +347,8 @@ def launches_per_micro_batch(model: GPTConfig | ViTConfig, autocast: bool = Fals
     layer = LAYER_OPERATIONS
     if isinstance(model, GPTConfig) and model.positions == "rotary":
         layer += ROTARY_OPERATIONS
+    if isinstance(model, GPTConfig) and model.num_experts:
+        layer += ROUTING_OPERATIONS + EXPERT_OPERATIONS * model.num_experts
     if autocast:
         layer += AUTOCAST_OPERATIONS
     products = FORWARD_AND_BACKWARD * (model.num_layers * layer + END_OPERATIONS)

@@ -92,8 +92,9 @@ def layout_row(layout: Layout) -> list[str]:
     """One line of a table with `HEAD`."""
     shape = layout.shape
     settings = layout.settings
+    experts = f", ep {shape.ep}" if shape.ep > 1 else ""
     return [
-        f"{shape.dp} x {shape.pp} x {shape.cp} x {shape.tp}",
+        f"{shape.dp} x {shape.pp} x {shape.cp} x {shape.tp}" + experts,
         shape.order,
         str(settings.micro_batch),
         str(settings.stages_per_rank),
@@ -105,12 +106,12 @@ def layout_row(layout: Layout) -> list[str]:
 
 
 def best_of_each_grid(found: Plan) -> list[Layout]:
-    """Of the layouts of one grid (dp, pp, cp, tp) the fastest, the fastest grid first."""
+    """Of the layouts of one grid (dp, pp, cp, tp, ep) the fastest, the fastest grid first."""
     seen = set()
     best = []
     for layout in found.ranked:
         shape = layout.shape
-        grid = (shape.dp, shape.pp, shape.cp, shape.tp)
+        grid = (shape.dp, shape.pp, shape.cp, shape.tp, shape.ep)
         if grid not in seen:
             seen.add(grid)
             best.append(layout)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from labcode.config import GPTConfig
 from labcode.perf.alpha_beta import bytes_sent
+from labcode.perf.transformer import Transformer
 from labcode.topology import GridShape
 
 Traffic = dict[tuple[int, int], float]
@@ -60,10 +61,14 @@ def step_traffic(
     """The traffic of one optimizer step along each axis, all micro-batches together.
 
         act = samples/dp * tokens/cp * hidden * value_bytes      one replica's samples, on one rank
-        tp   4 all-reduces of act for each layer of the stage: 2 forward, 2 backward
+        tp   4 all-reduces of act for each layer of the stage: 2 forward, 2 backward; 6 where an MLP
+             stands beside experts
         cp   for each layer of the stage the K and V of the whole sequence: see below
         pp   act to the next stage forward, as much to the one before backward
         dp   one all-reduce of the stage's gradients over the ranks of (dp, cp)
+        ep   of a mixture of experts: 4 all-to-alls of k act for each layer of the stage, 2 forward
+             and 2 backward, where a rank sends as much to each; the gradients of experts go over
+             the ranks of (edp, cp) instead
 
     K and V of all tokens have `kv = 2 samples/dp * tokens * (kv_heads/tp) * head_size` numbers. On
     cp a rank sends of them, for each layer,
@@ -84,8 +89,9 @@ def step_traffic(
     tokens there and sends those alone. Each all-reduce of tp is then a reduce-scatter and an
     all-gather, which send as many bytes.
 
-    Left out: token embedding, loss and norm of the gradient, which are small beside these. Weights
-    count as if tp and pp cut them evenly.
+    Left out: token embedding, loss and norm of the gradient, and how many rows an expert gets,
+    which are small beside these. Weights count as if tp and pp cut them evenly, and the router as
+    if it gave each expert as many rows.
 
     Args:
         model: Its shape, with a vocabulary size.
@@ -97,7 +103,7 @@ def step_traffic(
         sequence_parallel: Whether the ranks of tp share out the tokens between layers.
 
     Returns:
-        `{"tp": traffic, "cp": ..., "pp": ..., "dp": ...}`.
+        `{"tp": traffic, "cp": ..., "pp": ..., "dp": ...}`, and of a mixture "ep".
 
     Raises:
         ValueError: An axis that does not divide what it cuts, or an unknown `context_attention`.
@@ -115,14 +121,39 @@ def step_traffic(
     act = samples * model.context_length // shape.cp * model.hidden_size * value_bytes
     kv_numbers = 2 * samples * model.context_length * model.kv_heads // shape.tp * model.head_size
     kv_bytes = layers * _kv_bytes(context_attention, kv_numbers, value_bytes)
-    gradients = model.num_parameters / (shape.tp * shape.pp) * gradient_bytes
+    per_weight = gradient_bytes / (shape.tp * shape.pp)
+    sums = 2 * Transformer.of(model).sums_over_tp
     sent_on = act / shape.tp if sequence_parallel else act
-    return {
-        "tp": _over_rings("all_reduce", shape.groups("tp"), 4 * layers * act),
+    traffic = {
+        "tp": _over_rings("all_reduce", shape.groups("tp"), sums * layers * act),
         "cp": _over_rings("all_gather", shape.groups("cp"), kv_bytes),
         "pp": _between_stages(shape, sent_on),
-        "dp": _over_rings("all_reduce", shape.groups("dp", "cp"), gradients),
+        "dp": _gradients(model, shape, per_weight),
     }
+    if model.num_experts:
+        rows = model.experts_per_token * act
+        traffic["ep"] = _all_to_all(shape.groups("ep"), 4 * layers * rows)
+    return traffic
+
+
+def _gradients(model: GPTConfig, shape: GridShape, per_weight: float) -> Traffic:
+    """Of all weights over dp; those of experts that ep divides over the ranks that copy them."""
+    experts = model.num_expert_parameters if shape.ep > 1 else 0
+    others = (model.num_parameters - experts) * per_weight
+    total = Counter(_over_rings("all_reduce", shape.groups("dp", "cp"), others))
+    if experts:
+        own = experts / shape.ep * per_weight
+        total.update(_over_rings("all_reduce", shape.groups("edp", "cp"), own))
+    return dict(total)
+
+
+def _all_to_all(groups: Iterable[list[int]], message_bytes: float) -> Traffic:
+    """A rank has so many bytes, and sends each of the others its part of them."""
+    traffic: Traffic = {}
+    for group in groups:
+        for sender, receiver in itertools.permutations(group, 2):
+            traffic[sender, receiver] = message_bytes / len(group)
+    return traffic
 
 
 def _check_divisible(model: GPTConfig, shape: GridShape, global_batch: int) -> None:
@@ -132,6 +163,7 @@ def _check_divisible(model: GPTConfig, shape: GridShape, global_batch: int) -> N
         ("cp", "context_length", model.context_length),
         ("tp", "num_heads", model.num_heads),
         ("tp", "num_kv_heads", model.kv_heads),
+        ("ep", "num_experts", model.num_experts),
     )
     for axis, name, size in cuts:
         if size % shape.size(axis):

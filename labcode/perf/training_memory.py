@@ -164,9 +164,14 @@ def training_moments(
     Raises:
         ValueError: A dtype or an option that is not known, a pipeline, whose stages hold several
             micro-batches at once, selective checkpointing of an attention that stores its scores,
-            or sizes that the grid does not divide.
+            a mixture of experts, or sizes that the grid does not divide.
     """
     _check_options(shape, dtype, data_parallel, activation_checkpointing)
+    if isinstance(model, GPTConfig) and model.num_experts:
+        raise ValueError(
+            f"model.num_experts={model.num_experts}: the buffers of experts within a step are not "
+            "predicted here; ask perf.layout_memory, which counts what a rank keeps"
+        )
     if activation_checkpointing == "selective" and not fused_attention:
         raise ValueError(
             "activation_checkpointing='selective' without a fused attention: the scores come back "
@@ -220,7 +225,8 @@ class WeightCounts(NamedTuple):
 
     Args:
         layer: Of one layer.
-        down: Of the second product of an MLP, the weight whose gradient is made first in a layer.
+        down: Of the second product of an MLP, the weight whose gradient is made first in a layer;
+            of experts those of all together.
         head: Of the output head, shared with the embedding where the two are tied.
         ends: Of all that is in no layer, the head included.
         narrowed: Of those which autocast copies into the narrow dtype.
@@ -236,6 +242,9 @@ class WeightCounts(NamedTuple):
 def weight_counts(model: GPTConfig | ViTConfig, shape: GridShape = ONE_RANK) -> WeightCounts:
     """How many weights a rank has of what, as tp cuts them: matrices, but no norms.
 
+    Of a mixture of experts a rank has 1/ep of the experts, whose features tp cuts, and the whole
+    router.
+
     Held by: tests/unit/test_training_memory_parts.py
     """
     hidden = model.hidden_size
@@ -248,7 +257,15 @@ def weight_counts(model: GPTConfig | ViTConfig, shape: GridShape = ONE_RANK) -> 
     up = (hidden + bias) * model.ffn * (2 if gated else 1) / tp
     down = model.ffn * hidden / tp + bias * hidden
     norm = hidden + bias * hidden
-    layer = qkv + proj + up + down + 2 * norm
+    narrow_layer = qkv + proj + up + down
+    layer = narrow_layer + 2 * norm
+    if isinstance(model, GPTConfig) and model.num_experts:
+        expert = model.num_expert_parameters / (model.num_layers * shape.ep * tp)
+        shared = (3 if gated else 2) * hidden * model.shared_ffn_size / tp
+        router = model.num_experts * (hidden + (model.router_bias_rate > 0))
+        narrow_layer = qkv + proj + expert + shared
+        layer = narrow_layer + router + 2 * norm
+        down = expert / (3 if gated else 2)
     if isinstance(model, ViTConfig):
         head = (hidden + 1) * model.patch_outputs
         embed = (model.patch_inputs + 1) * hidden
@@ -262,7 +279,7 @@ def weight_counts(model: GPTConfig | ViTConfig, shape: GridShape = ONE_RANK) -> 
         positions = model.context_length * hidden if model.positions == "learned" else 0
         ends = copies * head + positions + norm
         narrow_ends = head
-    narrowed = model.num_layers * (layer - 2 * norm) + narrow_ends
+    narrowed = model.num_layers * narrow_layer + narrow_ends
     return WeightCounts(layer, down, head, ends, narrowed)
 
 

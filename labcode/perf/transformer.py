@@ -5,8 +5,11 @@ The configs of the course's own models (`config.GPTConfig`, `config.ViTConfig`) 
 
     weights of a layer     H (2 N D + 2 K D)  +  2 H F             3 H F with a gate
     biases and norms       (N + 2 K) D + H + F + H  +  4 H         none, and 2 H, without biases
+    of E experts           E times the MLP, and H E of the router (and E, if it has biases); a token
+                           uses k of them and the whole router
 
-H hidden features, N query heads, K key/value heads, D features of a head, F features of the MLP.
+H hidden features, N query heads, K key/value heads, D features of a head, F features of the MLP, or
+of one expert.
 
 Source: Narayanan et al. 2021 (arXiv:2104.04473), eq. 2, for GPT: 12 L H^2 (1 + 13/(12 H) + ...);
     Shazeer 2020 (arXiv:2002.05202) for gated MLPs; Ainslie et al. 2023 (arXiv:2305.13245) for fewer
@@ -49,6 +52,7 @@ class Transformer:
         experts: MLPs of a layer between which a router chooses; 0: one for all tokens, no router.
         active_experts: How many of them a token goes through.
         shared_size: Inside one more MLP beside them that every token goes through.
+        router_biases: Whether each expert has a bias by which the load is kept even.
 
     Raises:
         ValueError: A size below 1, or heads that do not divide the features.
@@ -73,6 +77,7 @@ class Transformer:
     experts: int = 0
     active_experts: int = 1
     shared_size: int = 0
+    router_biases: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "sequence_length", "outputs"):
@@ -140,6 +145,7 @@ class Transformer:
             experts=model.num_experts,
             active_experts=model.experts_per_token if model.num_experts else 1,
             shared_size=model.shared_ffn_size if model.num_experts else 0,
+            router_biases=model.num_experts > 0 and model.router_bias_rate > 0,
             **common,
         )
 
@@ -181,6 +187,11 @@ class Transformer:
         return 3 if self.gated else 2
 
     @functools.cached_property
+    def sums_over_tp(self) -> int:
+        """Partial sums of a layer that tp adds up forward: after attention and after each MLP."""
+        return 3 if self.experts and self.shared_size else 2
+
+    @functools.cached_property
     def layer_products(self) -> int:
         """Weights of a layer by which a token is multiplied."""
         hidden = self.hidden_size
@@ -192,14 +203,20 @@ class Transformer:
         """Weights of a layer's experts through which a token does not go."""
         if not self.experts:
             return 0
-        idle = self.experts - self.active_experts
-        return idle * self.mlp_matrices * self.hidden_size * self.ffn
+        return self.expert_weights * (self.experts - self.active_experts) // self.experts
+
+    @functools.cached_property
+    def expert_weights(self) -> int:
+        """Weights of all experts of a layer, which ep divides; those of a shared one are not."""
+        return self.experts * self.mlp_matrices * self.hidden_size * self.ffn
 
     @functools.cached_property
     def layer_parameters(self) -> int:
         """All weights of a layer."""
         hidden = self.hidden_size
         products = self.layer_products + self.idle_expert_weights
+        if self.router_biases:
+            products += self.experts
         if not self.biases:
             return products + 2 * hidden
         ffn_biases = (self.mlp_matrices - 1) * self.ffn
@@ -231,6 +248,25 @@ class Transformer:
         Held by: tests/unit/test_transformer.py::test_parameters_are_those_of_the_configs
         """
         return self.num_layers * self.layer_parameters + self.end_parameters
+
+    @functools.cached_property
+    def num_active_parameters(self) -> int:
+        """Those of `num_parameters` that one token uses; of a dense model all."""
+        return self.num_parameters - self.num_layers * self.idle_expert_weights
+
+    def check_ep(self, ep: int) -> None:
+        """Refuse experts that cannot be divided over so many ranks.
+
+        Raises:
+            ValueError: In one line.
+        """
+        if ep > 1 and not self.experts:
+            raise ValueError(f"ep={ep} divides experts, and this model has none: leave ep at 1")
+        if self.experts % ep:
+            raise ValueError(
+                f"experts={self.experts} is not divisible by ep={ep}: choose a divisor of their "
+                "number"
+            )
 
 
 @functools.cache

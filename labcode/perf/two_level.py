@@ -10,6 +10,9 @@ inside. Each adapter then carries 2 (k - 1)/k * N k/n bytes, where a rank of one
 and not the rate of its adapter: with 8 GPUs in each of two nodes 15 times that. Rings over all
 adapters reach n/k times it: 8 there, and hardly less on many nodes.
 
+An all-to-all has no such rule, because no byte serves twice: of the N bytes of a rank, which has m
+ranks of the group in its node, N (n - m)/n go through its own adapter and N (m - 1)/n stay inside.
+
 Source: nccl-tests, doc/PERFORMANCE.md, for bus bandwidth; the rule follows from counting the bytes
     that leave a node.
 Held by: tests/unit/test_two_level.py; by messages on paced links, in lesson 08, section 5
@@ -22,7 +25,7 @@ from typing import NamedTuple
 from labcode.perf import alpha_beta
 from labcode.perf.alpha_beta import Link
 from labcode.perf.cluster import Cluster
-from labcode.topology import GridShape
+from labcode.topology import EXPERT_AXES, GridShape
 
 
 class Placement(NamedTuple):
@@ -52,7 +55,12 @@ def placement(shape: GridShape, gpus_per_node: int, *axes: str) -> Placement:
     """
     stride = 1
     per_node = 1
-    for axis in shape.axes:
+    walked = shape.axes
+    if not set(EXPERT_AXES).isdisjoint(axes):
+        # neighbours of dp differ in ep first
+        place = walked.index("dp")
+        walked = (*walked[:place], *EXPERT_AXES, *walked[place + 1 :])
+    for axis in walked:
         size = shape.size(axis)
         if axis in axes:
             per_node *= max(1, min(size, gpus_per_node // stride))
@@ -66,12 +74,16 @@ class Places(NamedTuple):
     Args:
         tp, cp, pp: Groups along one axis.
         data: Those along dp and cp, which share the gradient of a weight.
+        ep: Those over which experts are divided.
+        copies: Those along edp and cp, which share the gradient of an expert.
     """
 
     tp: Placement
     cp: Placement
     pp: Placement
     data: Placement
+    ep: Placement
+    copies: Placement
 
 
 @functools.lru_cache(maxsize=65536)
@@ -82,6 +94,8 @@ def places(shape: GridShape, gpus_per_node: int) -> Places:
         cp=placement(shape, gpus_per_node, "cp"),
         pp=placement(shape, gpus_per_node, "pp"),
         data=placement(shape, gpus_per_node, "dp", "cp"),
+        ep=placement(shape, gpus_per_node, "ep"),
+        copies=placement(shape, gpus_per_node, "edp", "cp"),
     )
 
 
@@ -116,6 +130,8 @@ def collective_s(cluster: Cluster, collective: str, place: Placement, num_bytes:
     """
     if place.ranks == 1:
         return 0.0
+    if collective == "all_to_all" and place.nodes > 1:
+        return _all_to_all_s(cluster, place, num_bytes)
     link = group_link(cluster, place)
     if place.nodes == 1:
         link = cluster.collectives.get(collective, link)
@@ -126,6 +142,20 @@ def collective_s(cluster: Cluster, collective: str, place: Placement, num_bytes:
     between_s = 2 * math.log2(place.nodes) * cluster.between.alpha_s
     sent = alpha_beta.bytes_sent(collective, place.ranks, num_bytes)
     return min(ring_s, inside_s + between_s + sent / link.beta_bytes_per_s)
+
+
+def _all_to_all_s(cluster: Cluster, place: Placement, num_bytes: float) -> float:
+    """Seconds of an all-to-all over several nodes: both levels work at once, the slower one counts.
+
+    Args:
+        num_bytes: What each rank has at the beginning: a part for each rank, its own among them.
+    """
+    part = num_bytes / place.ranks
+    inside = place.per_node - 1
+    outside = place.ranks - place.per_node
+    inside_s = inside * (cluster.inside.alpha_s + part / cluster.inside.beta_bytes_per_s)
+    outside_s = outside * (cluster.between.alpha_s + part / cluster.between.beta_bytes_per_s)
+    return max(inside_s, outside_s)
 
 
 def send_s(cluster: Cluster, place: Placement, num_bytes: float) -> float:

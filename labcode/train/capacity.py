@@ -104,12 +104,14 @@ def _rank_bytes(
         weights + max(gradients + moments, activations) + data of a step
 
     Gradients are freed before the next forward, and before the first step there are no moments.
-    ZeRO divides moments, gradients and weights over dp, from stage 1, 2 and 3 on.
+    ZeRO divides moments, gradients and weights over dp, from stage 1, 2 and 3 on. ep divides
+    experts over some ranks of dp, and ZeRO what each of those keeps over the others.
     """
     value_bytes = _value_bytes(config)
-    whole = value_bytes * _parameters(model, config, shape, coord)
+    parameters = _parameters(model, config, shape, coord)
     stage = config.parallel.zero_stage
-    part = whole / (shape.dp // config.parallel.zero_replicas)
+    part = value_bytes * parameters / (shape.dp // config.parallel.zero_replicas)
+    whole = value_bytes * (parameters - _experts_elsewhere(model, config, shape, coord))
     moments = 2 * (part if stage >= 1 else whole)
     gradients = part if stage >= 2 else whole
     weights = part if stage >= 3 else whole
@@ -137,6 +139,17 @@ def _parameters(
         # the embedding or the head
         parameters += (model.vocab_size or 0) * model.hidden_size
     return parameters / shape.tp
+
+
+def _experts_elsewhere(
+    model: GPTConfig | ViTConfig, config: Config, shape: GridShape, coord: int
+) -> float:
+    """Weights of experts in the layers of a rank that other ranks of ep keep."""
+    if not isinstance(model, GPTConfig):
+        return 0.0
+    layers = _own_layers(model, config, shape, coord)
+    experts = layers * model.num_expert_parameters / (model.num_layers * shape.tp)
+    return experts - experts / shape.ep
 
 
 def _own_layers(model: GPTConfig | ViTConfig, config: Config, shape: GridShape, coord: int) -> int:

@@ -49,6 +49,9 @@ UNITS = {
     "noise_scale": "samples of a batch whose noise is as large as its gradient, B_simple",
     "gradient_square": "squared 2-norm of the gradient without noise, smoothed",
     "gradient_variance": "trace of the covariance of one sample's gradient, smoothed",
+    "expert_load": "rows of the fullest expert over an even share: 1 is even",
+    "dropped_share": "fraction of the rows that found no room at their expert",
+    "router_loss": "losses of all routers, as they are added to the loss",
     "overflows": "steps of the run left out because the loss scale was too large",
 }
 
@@ -61,6 +64,9 @@ SHOWN = {
     "lr": "lr {:.2e}",
     "step_s": "{:.4f} s/step",
     "tokens_per_s": "{:,.0f} tokens/s",
+    "expert_load": "fullest expert {:.2f} x even",
+    "dropped_share": "{:.1%} of rows dropped",
+    "router_loss": "router loss {:.4f}",
     "mfu": "MFU {:.1%}",
     "matmul_share": "{:.0%} of the matmul rate",
 }

@@ -176,6 +176,8 @@ def set_up(
     out = on_first_rank(folder.look)
     _check_that_all_see(config, folder, out)
     print_on_first_rank(world, who_and_where(config, world, shape))
+    if isinstance(task.model_config, GPTConfig) and task.model_config.num_experts:
+        print_on_first_rank(world, of_experts(task.model_config, shape))
     start = None
     if config.checkpoint.resume:
         start = Checkpoints(config, grid, out, task.data_sha256).newest()
@@ -417,6 +419,16 @@ def who_and_where(config: Config, world: World, shape: GridShape) -> str:
         f"{ranks} on {_nodes(hosts)}, {world.backend} on {world.device.type}; grid {axes}; "
         f"{config.train.global_batch} samples a step = "
         f"dp {shape.dp} x {accumulation} micro-batches of {micro_batch}"
+    )
+
+
+def of_experts(model: GPTConfig, shape: GridShape) -> str:
+    """The second line of a log of a mixture of experts: what of it a token uses."""
+    active = f"{model.num_active_parameters:,} of them for each token"
+    return (
+        f"{model.num_parameters:,} weights, {active}: {model.experts_per_token} of "
+        f"{model.num_experts} experts in each layer, of which a rank keeps "
+        f"{model.num_experts // shape.ep}"
     )
 
 

@@ -17,6 +17,15 @@ from labcode.topology import GridShape
 
 GPT = GPTConfig(vocab_size=64, context_length=64, num_layers=2, num_heads=8, hidden_size=64)
 ROTARY = replace(GPT, positions="rotary", num_kv_heads=4)
+MIXTURE = replace(
+    GPT,
+    bias=False,
+    mlp="swiglu",
+    num_experts=8,
+    experts_per_token=2,
+    expert_ffn_size=96,
+    shared_ffn_size=32,
+)
 VIT = ViTConfig(
     num_variables=3, num_forcings=1, lat=20, lon=40, hidden_size=64, num_layers=2, num_heads=8
 )
@@ -65,7 +74,7 @@ def kept_by_rank(rank, config, shape, sequence_parallel, checkpointing="none", f
     return found
 
 
-@pytest.mark.parametrize("config", [GPT, ROTARY, VIT])
+@pytest.mark.parametrize("config", [GPT, ROTARY, MIXTURE, VIT])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_one_process_keeps_what_the_formula_says(config, dtype):
     predicted = sum(model_activations(config, batch=BATCH, value_bytes=dtype.itemsize).values())
@@ -128,6 +137,26 @@ def test_each_rank_keeps_what_the_formula_says(ranks4, config, layout):
     )
     for found in ranks4.run(kept_by_rank, config, shape, sequence_parallel):
         assert found == pytest.approx(sum(terms.values()), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sequence_parallel"),
+    [
+        (GridShape(dp=4, ep=4), False),
+        (GridShape(dp=2, ep=2, tp=2), False),
+        (GridShape(dp=2, ep=2, tp=2), True),
+        (GridShape(tp=4), True),
+        (GridShape(dp=2, ep=2, cp=2), False),
+    ],
+    ids=str,
+)
+def test_ranks_keep_the_rows_of_their_experts_as_the_formula_says(ranks4, shape, sequence_parallel):
+    """On average: a rank whose experts get more rows keeps more."""
+    terms = model_activations(
+        MIXTURE, shape, batch=BATCH, value_bytes=4, sequence_parallel=sequence_parallel
+    )
+    found = ranks4.run(kept_by_rank, MIXTURE, shape, sequence_parallel)
+    assert sum(found) / 4 == pytest.approx(sum(terms.values()), rel=0.02)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -1,10 +1,12 @@
 """One rank of a job of 1,024 on this machine: the real code does what the formulas say."""
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
 from labcode.config import GPTConfig
-from labcode.perf.one_rank import rank_calls, rank_parameters
+from labcode.perf.one_rank import rank_activation_bytes, rank_calls, rank_parameters
 from labcode.topology import GridShape
 from labcode.train.dry_run import main
 
@@ -68,6 +70,10 @@ def test_the_formulas_refuse_what_they_do_not_know():
     options = {"micro_batch": 1, "num_micro_batches": 2, "sequence_parallel": False}
     with pytest.raises(ValueError, match="without cp"):
         rank_calls(model, GridShape(cp=2), 0, **options)
+    mixture = replace(model, bias=False, num_experts=4)
+    for counted in (rank_calls, rank_activation_bytes):
+        with pytest.raises(ValueError, match=r"num_experts=4: what experts get and send"):
+            counted(mixture, GridShape(tp=2), 0, **options)
     whole = sum(rank_parameters(model, GridShape(pp=2), stage) for stage in (0, 1))
     # a tied embedding is on both ends
     assert whole == model.num_parameters + 96 * 64

@@ -1,6 +1,7 @@
 """Experts divided over ranks, against the whole layer on one process, to 1e-12 in float64."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,11 @@ import torch.distributed as dist
 from labcode.comm.collectives import split_to
 from labcode.comm.counting import counted
 from labcode.comm.grid import Grid
+from labcode.config import GPTConfig
 from labcode.models.moe import MoE
 from labcode.parallel.experts import divide_experts
+from labcode.perf.traffic import step_traffic
+from labcode.perf.transformer import Transformer
 from labcode.topology import GridShape
 
 HIDDEN, FFN, EXPERTS, SAMPLES, TOKENS = 6, 8, 8, 2, 12
@@ -167,6 +171,148 @@ def test_rows_travel_twice_each_way_and_nothing_else_does(ranks4):
         there, back = sum(rows) * row_bytes, sum(received) * row_bytes
         assert [kind for kind, _ in calls] == ["all_to_all"] * 5
         assert [num_bytes for _, num_bytes in calls] == [8 * EXPERTS, there, back, there, back]
+
+
+def counted_in_a_step(shape, config):
+    """Bytes of all all-to-alls of rows in a step of two micro-batches."""
+    from labcode.config import ParallelConfig
+    from labcode.models.gpt import GPT
+    from labcode.models.parallelize import parallelize
+
+    with torch.device("meta"):
+        model = GPT(config)
+    model = parallelize(model, Grid.create(shape), ParallelConfig(), seed=0)
+    tokens = torch.randint(config.vocab_size, (2, config.context_length))
+    with counted() as calls:
+        model.forward_backward([(tokens, tokens)] * 2)
+    sizes = [call.num_bytes for call in calls if call.kind == "all_to_all"]
+    counts = 8 * config.num_experts
+    assert sizes.count(counts) == 2 * config.num_layers
+    return sum(sizes) - counts * 2 * config.num_layers
+
+
+@pytest.mark.parametrize("shape", [GridShape(dp=4, ep=4), GridShape(dp=2, ep=2, tp=2)], ids=str)
+def test_a_step_sends_the_rows_that_the_planner_counts(ranks4, shape):
+    """Two all-to-alls forward and two backward in each layer; on average, as experts differ."""
+    config = GPTConfig(
+        vocab_size=32,
+        context_length=16,
+        num_layers=2,
+        num_heads=4,
+        hidden_size=16,
+        bias=False,
+        num_experts=8,
+        experts_per_token=3,
+        expert_ffn_size=12,
+    )
+    found = sum(ranks4.run(counted_in_a_step, shape, config))
+    sent = step_traffic(config, shape, global_batch=4 * shape.dp, value_bytes=4)["ep"]
+    # what a rank has, of which it sends all but its own part
+    assert sum(sent.values()) == found * (shape.ep - 1) / shape.ep
+
+
+def sums_in_a_step(config):
+    """All-reduces over tp as large as the activations, in a step of one micro-batch."""
+    from labcode.config import ParallelConfig
+    from labcode.models.gpt import GPT
+    from labcode.models.parallelize import parallelize
+
+    with torch.device("meta"):
+        model = GPT(config)
+    model = parallelize(model, Grid.create(GridShape(tp=2)), ParallelConfig(), seed=0)
+    tokens = torch.zeros(3, config.context_length, dtype=torch.int64)
+    with counted() as calls:
+        model.forward_backward([(tokens, tokens)])
+    act = 3 * config.context_length * config.hidden_size * 4
+    return sum(call.kind == "all_reduce" and call.num_bytes == act for call in calls)
+
+
+@pytest.mark.parametrize("shared", [0, 8])
+def test_an_mlp_beside_the_experts_has_sums_of_its_own_over_tp(ranks2, shared):
+    config = replace(MIXTURE, shared_ffn_size=shared, expert_capacity=0.0)
+    of_layers = 2 * config.num_layers * Transformer.of(config).sums_over_tp
+    # embedding and head have one each
+    assert ranks2.run(sums_in_a_step, config) == [of_layers + 2] * 2
+
+
+# ---- how even the load is
+
+
+MIXTURE = GPTConfig(
+    vocab_size=32,
+    context_length=16,
+    num_layers=2,
+    num_heads=4,
+    hidden_size=16,
+    bias=False,
+    num_experts=8,
+    expert_ffn_size=12,
+    expert_capacity=1.0,
+    router_z_loss=0.1,
+)
+
+
+def load_of_a_step(shape, config, options):
+    """What a rank says of the load of a step of 8 sequences in two micro-batches, and of none."""
+    from labcode.config import ParallelConfig
+    from labcode.models.gpt import GPT
+    from labcode.models.parallelize import parallelize
+
+    grid = Grid.create(shape)
+    with torch.device("meta"):
+        model = GPT(config)
+    parallel = ParallelConfig(**options)
+    model = parallelize(model, grid, parallel, seed=0, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(config.vocab_size, (8, config.context_length), generator=generator)
+    own = tokens.chunk(shape.dp)[grid.coord("dp")]
+    model.losses([(own, own)])  # an evaluation counts for nothing
+    model.forward_backward([(part, part) for part in own.chunk(2)])
+    model.rebalance()
+    found = model.expert_load()
+    model.rebalance()
+    return found, model.expert_load()
+
+
+LOADS_OF_GRIDS = {
+    "ep 4": (GridShape(dp=4, ep=4), {}),
+    "ep 2, tp 2": (GridShape(dp=2, ep=2, tp=2), {}),
+    "ep 2, sequence parallel": (GridShape(dp=2, ep=2, tp=2), {"sequence_parallel": True}),
+    "ep 2, pp 2": (GridShape(dp=2, ep=2, pp=2), {}),
+    "checkpointing, ZeRO-3": (
+        GridShape(dp=4, ep=2),
+        {"activation_checkpointing": "full", "zero_stage": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LOADS_OF_GRIDS)
+def test_every_grid_tells_the_load_of_the_whole_batch(ranks1, ranks4, layout):
+    ((expected, nothing),) = ranks1.run(load_of_a_step, GridShape(), MIXTURE, {})
+    assert nothing == {}
+    assert 1 < expected["expert_load"] <= 4
+    assert 0 < expected["dropped_share"] < 1
+    assert expected["router_loss"] > 0
+    shape, options = LOADS_OF_GRIDS[layout]
+    for found, after in ranks4.run(load_of_a_step, shape, MIXTURE, options):
+        assert found == pytest.approx(expected, rel=1e-9)
+        assert after == {}
+
+
+def test_all_tokens_at_the_same_experts_are_seen(ranks2):
+    """Tokens that are all alike: 8 experts of which 2 get all rows, 4 times an even share."""
+    alike = replace(MIXTURE, vocab_size=1, positions="rotary", expert_capacity=1.0)
+    for found, _ in ranks2.run(load_of_a_step, GridShape(dp=2, ep=2), alike, {}):
+        assert found["expert_load"] == 4
+        assert found["dropped_share"] == 0.75
+
+
+def test_a_run_tells_the_load_as_far_as_there_is_something_to_tell(ranks1):
+    plain = replace(MIXTURE, expert_capacity=0.0, router_z_loss=0.0, router_balance=0.0)
+    ((found, _),) = ranks1.run(load_of_a_step, GridShape(), plain, {})
+    assert list(found) == ["expert_load"]
+    dense = replace(MIXTURE, num_experts=0)
+    assert ranks1.run(load_of_a_step, GridShape(), dense, {}) == [({}, {})]
 
 
 # ---- the mistakes that other projects made

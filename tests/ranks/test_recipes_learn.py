@@ -26,6 +26,16 @@ def test_gpt_tiny_falls_far_below_unigram_entropy(tmp_path):
     assert metrics.read(tmp_path / "run")[-1]["val_loss"] < 0.6 * unigram
 
 
+def test_gpt_moe_tiny_does_so_too_with_all_of_its_experts(tmp_path):
+    train("gpt_moe_tiny", tmp_path)
+    unigram = text.load(TextData(), 128).train.unigram_entropy()
+    rows = metrics.read(tmp_path / "run")
+    assert rows[-1]["val_loss"] < 0.6 * unigram
+    # 4 would be the collapse to the same 2 of 8 experts for all characters
+    last = [row["expert_load"] for row in rows if "expert_load" in row][-10:]
+    assert sum(last) / len(last) < 2.5
+
+
 def test_vit_tiny_beats_persistence_on_held_out_times(tmp_path):
     train("vit_tiny", tmp_path)
     table = (tmp_path / "run" / "result.txt").read_text()

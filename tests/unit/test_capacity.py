@@ -123,3 +123,19 @@ def test_the_memory_of_a_node_is_shared_and_that_of_a_gpu_is_not(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert capacity.shared_memory(on_gpu) == (1, 80 * 10**9)
     assert capacity.shared_memory(on_gpu, share_gpus=True) == (2, 80 * 10**9)
+
+
+def test_a_rank_of_ep_holds_its_own_experts_alone():
+    mixture = recipes.with_changes(
+        recipes.gpt_moe_tiny(), {"model.vocab_size": 83, "model.expert_ffn_size": 4096}
+    )
+    experts = mixture.model.num_expert_parameters
+    for ep in (2, 8):
+        less = needed(mixture, shape=GridShape(dp=8)) - needed(
+            mixture, shape=GridShape(dp=8, ep=ep)
+        )
+        assert less == pytest.approx(16 * (experts - experts / ep), rel=1e-6)
+    # what ZeRO divides is divided already
+    sharded = replace(mixture, parallel=ParallelConfig(zero_stage=3))
+    whole = needed(sharded, shape=GridShape(dp=8))
+    assert needed(sharded, shape=GridShape(dp=8, ep=4)) == pytest.approx(whole, abs=2)

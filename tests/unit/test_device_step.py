@@ -61,3 +61,17 @@ def test_what_makes_more_operations_and_what_makes_fewer_bytes():
     assert narrow.memory_s < device_step(GPT, SPEED, micro_batch=8).memory_s
     tiny = device_step(replace(GPT, context_length=4), SPEED, micro_batch=1)
     assert tiny.launch_s > tiny.matmul_s + tiny.memory_s, "launches are the bottleneck"
+
+
+def test_experts_move_and_launch_what_a_token_and_a_loop_need():
+    mixture = replace(
+        GPT, bias=False, mlp="swiglu", num_experts=8, experts_per_token=2, expert_ffn_size=48
+    )
+    as_wide = replace(mixture, num_experts=0, ffn_size=96)
+    assert launches_per_micro_batch(mixture) > launches_per_micro_batch(as_wide) + 3 * 3 * 8
+    one = device_step(mixture, SPEED, micro_batch=1)
+    more = device_step(replace(mixture, num_experts=16), SPEED, micro_batch=1)
+    # what a token uses stays, but for the router's larger product
+    router = 3 * 3 * 2 * 8 * mixture.hidden_size * mixture.context_length / SPEED.flops_per_s
+    assert more.matmul_s - one.matmul_s == pytest.approx(router)
+    assert one.memory_s > device_step(as_wide, SPEED, micro_batch=1).memory_s

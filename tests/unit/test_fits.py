@@ -111,6 +111,15 @@ def test_long_sequences_are_cut_over_ranks():
     )
 
 
+def test_experts_are_divided_before_layers_are_cut():
+    found = looked_up("mixtral-8x7b", 16, "a100-80gb", 32768)
+    assert found.best is not None
+    shape = found.best.one.shape
+    assert shape.ep > 1
+    told = answer(find_model("mixtral-8x7b", sequence_length=32768), 16, gpu_memory("a100-80gb"))
+    assert f"expert parallelism over {shape.ep} GPUs" in told
+
+
 def test_more_memory_or_more_gpus_never_make_it_worse():
     for state in STATES:
         fits = [

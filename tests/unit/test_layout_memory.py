@@ -86,6 +86,27 @@ def test_a_pipeline_with_zero_3_stays_gathered():
     assert layout_memory(LLAMA, GridShape(dp=8, pp=4), options)["gathered"] > 1e9
 
 
+def test_ep_divides_the_weights_of_experts_and_zero_what_is_left():
+    model = load_model("mixtral-8x7b")
+    experts = model.num_layers * model.expert_weights
+    others = model.num_parameters - experts
+    for ep in (1, 2, 8):
+        shape = GridShape(dp=16, ep=ep)
+        found = layout_memory(model, shape, Settings(64))
+        assert found["weights"] == pytest.approx(2 * (others + experts / ep))
+        # over dp the one, over dp / ep the other
+        sharded = layout_memory(model, shape, Settings(64, zero_stage=1))
+        assert sharded["optimizer"] == pytest.approx(12 * (others / 16 + experts / ep / (16 / ep)))
+        assert sharded["gradients"] == found["gradients"] == 2 * found["weights"]
+        gathered = layout_memory(model, shape, Settings(64, zero_stage=3))["gathered"]
+        layer = model.layer_parameters - model.expert_weights * (1 - 1 / ep)
+        assert gathered == pytest.approx(8 * layer + 6 * model.end_parameters)
+        # as many rows come as go
+        assert (
+            found["activations"] == layout_memory(model, GridShape(), Settings(64))["activations"]
+        )
+
+
 def test_zero_3_has_two_layers_whole_and_what_is_in_no_layer():
     options = Settings(global_batch=64, zero_stage=3)  # 2 bytes a weight, 4 a gradient
     in_no_layer = 2 * LLAMA.outputs * LLAMA.hidden_size + LLAMA.hidden_size  # norm

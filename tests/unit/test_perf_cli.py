@@ -2,9 +2,11 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
+from labcode import recipes
 from labcode.perf.cli import main
 from labcode.perf.cluster import load_cluster
 from labcode.perf.plan import plan
@@ -112,6 +114,23 @@ def test_what_was_taken_for_granted_is_said_beside_the_table(capsys, tmp_path):
     assert "model_type 'ours' is not known here and counts as a Llama" in capsys.readouterr().err
 
 
+def test_of_a_mixture_is_shown_what_a_token_uses_and_ep(capsys):
+    mixtral = ["--model", "mixtral-8x7b", "--cluster", "dgx-h100", "--global-batch", "64"]
+    assert main(["estimate", *mixtral, "--dp", "64", "--ep", "8", "--zero", "1"]) == 0
+    printed = capsys.readouterr()
+    assert "46.7 billion weights, 12.9 billion of them for each token" in printed.out
+    assert "dp=64 x pp=1 x cp=1 x tp=1, ep=8 of dp" in printed.out
+    assert "\nep " in printed.out
+    assert printed.err.startswith("a router that spreads tokens evenly is taken for granted")
+    assert main(["plan", *mixtral, "--gpus", "16"]) == 0
+    assert ", ep 8 " in capsys.readouterr().out
+    recipe = ["--model", "gpt_moe_tiny", *SMALL[2:]]
+    assert main(["estimate", *recipe, "--dp", "8", "--ep", "4"]) == 0
+    model = replace(recipes.gpt_moe_tiny().model, vocab_size=84)
+    sizes = f"{model.num_parameters:,} weights, {model.num_active_parameters:,} of them for each"
+    assert sizes in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -150,6 +169,8 @@ def test_what_was_taken_for_granted_is_said_beside_the_table(capsys, tmp_path):
         (["plan", "--model", "gpt_tny", *SMALL[4:], "--gpus", "4"], "did you mean gpt_tiny"),
         (["plan", "--model", "gpt_tiny", *SMALL[4:], "--gpus", "4"], "add --vocab-size"),
         (["compare", *SMALL, "--gpus", "4,x"], "--gpus 4,x: give whole numbers"),
+        (["estimate", *SMALL, "--dp", "4", "--ep", "3"], "dp=4 is not divisible by ep=3"),
+        (["estimate", *SMALL, "--dp", "2", "--ep", "2"], "this model has none: leave ep at 1"),
         (["estimate", *SMALL, "--tp", "3"], "num_heads=4 is not divisible by tp=3"),
         (["estimate", *SMALL[:-3], "b200-efa", *SMALL[-2:]], "memory_share is unknown"),
     ],

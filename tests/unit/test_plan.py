@@ -66,6 +66,19 @@ def test_every_grid_that_divides_is_there():
     assert chunks == {1, 2}
 
 
+def test_every_ep_that_divides_dp_and_the_experts_is_there_and_of_dense_models_none():
+    mixture = replace(SMALL, experts=6, active_experts=2)
+    found = plan(mixture, H100, gpus=8, global_batch=8)
+    sizes = {(layout.shape.dp, layout.shape.ep) for layout in found.ranked}
+    assert sizes == {(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2)}
+    dense = plan(SMALL, H100, gpus=8, global_batch=8)
+    assert {layout.shape.ep for layout in dense.ranked} == {1}
+    for layout in found.ranked[::100]:
+        one = estimate(mixture, layout.shape, H100, layout.settings)
+        assert one.step_s == pytest.approx(layout.step_s, rel=1e-12)
+        assert one.memory_bytes == layout.memory_bytes
+
+
 def test_what_does_not_fit_is_refused_with_the_number():
     found = plan(LLAMA, H100, gpus=8, global_batch=16)
     assert found.refused

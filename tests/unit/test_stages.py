@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labcode.perf.stages import stage_layers, stage_parameters
+from labcode.perf.stages import stage_experts, stage_layers, stage_parameters
 from labcode.perf.transformer import Transformer, load_model
 from labcode.topology import GridShape
 
@@ -31,3 +31,13 @@ def test_the_stages_have_all_weights_and_tied_ones_twice(name):
     twice = model.head_weights if model.tied else 0
     assert 2 * sum(stages) == pytest.approx(model.num_parameters + twice)
     assert stage_parameters(model, GridShape(tp=2)) == (model.num_parameters / 2,)
+
+
+def test_ep_divides_the_experts_and_nothing_else():
+    model = load_model("mixtral-8x7b")
+    experts = model.num_layers * model.expert_weights
+    for ep in (1, 2, 8):
+        shape = GridShape(dp=8, ep=ep, tp=2, pp=4)
+        assert 2 * sum(stage_experts(model, shape)) == experts / ep
+        away = experts - experts / ep
+        assert 2 * sum(stage_parameters(model, shape)) == model.num_parameters - away

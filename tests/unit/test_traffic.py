@@ -116,6 +116,28 @@ def test_gradients_are_summed_over_dp_and_cp_and_cut_by_tp_and_pp():
     assert set(traffic.values()) == {2 * 3 / 4 * SMALL.num_parameters / 4 * 4}
 
 
+def test_experts_send_rows_to_all_ranks_of_ep_and_gradients_to_those_that_copy_them():
+    model = replace(SMALL, bias=False, num_experts=4, experts_per_token=2, expert_ffn_size=64)
+    shape = GridShape(dp=4, tp=2, pp=2, ep=2)
+    found = step_traffic(model, shape, global_batch=8, value_bytes=2)
+    act = 2 * model.context_length * model.hidden_size * 2  # of 2 samples
+    # four all-to-alls in each of 4 layers, of which half goes to the other rank
+    assert set(found["ep"].values()) == {4 * 4 * 2 * act / 2}
+    assert set(found["ep"]) == set(itertools.chain(*map(pairs, shape.groups("ep"))))
+    whole = step_traffic(model, replace(shape, ep=1), global_batch=8)["dp"]
+    others = model.num_parameters - model.num_expert_parameters
+    experts = model.num_expert_parameters / 2
+    assert sum(whole.values()) == 16 * 2 * 3 / 4 * model.num_parameters / 4 * 4
+    # a ring of four ranks, and one of two
+    assert sum(found["dp"].values()) == 16 * (2 * 3 / 4 * others + experts) / 4 * 4
+    with pytest.raises(ValueError, match="num_experts=4 is not divisible by ep=8"):
+        step_traffic(model, GridShape(dp=8, ep=8), global_batch=8)
+
+
+def pairs(group):
+    return itertools.permutations(group, 2)
+
+
 def crossing(shape, ranks_per_node, **keywords):
     traffic = step_traffic(MODEL, shape, global_batch=256, **keywords)
     return {axis: across_nodes(part, ranks_per_node) for axis, part in traffic.items()}

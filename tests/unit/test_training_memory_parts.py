@@ -15,6 +15,16 @@ from labcode.topology import GridShape
 
 GPT = GPTConfig(vocab_size=96, context_length=32, num_layers=3, num_heads=4, hidden_size=32)
 VIT = ViTConfig(num_variables=3, num_forcings=1, lat=20, lon=40, num_layers=2, hidden_size=64)
+MIXTURE = replace(
+    GPT,
+    norm="rms",
+    mlp="swiglu",
+    bias=False,
+    num_experts=8,
+    expert_ffn_size=48,
+    shared_ffn_size=16,
+    router_bias_rate=0.01,
+)
 MODELS = {
     "gpt": GPT,
     "rotary, not tied": replace(GPT, positions="rotary", tie_embeddings=False),
@@ -31,6 +41,19 @@ def test_the_weights_are_those_of_the_model_and_tp_cuts_the_matrices(name):
     assert model.num_layers * counts.layer + counts.ends == model.num_parameters
     halves = weight_counts(model, GridShape(tp=2))
     assert counts.layer / 2 < halves.layer < 0.6 * counts.layer
+
+
+def test_a_rank_has_its_experts_a_part_of_their_features_and_the_whole_router():
+    counts = weight_counts(MIXTURE)
+    assert MIXTURE.num_layers * counts.layer + counts.ends == MIXTURE.num_parameters
+    experts = MIXTURE.num_expert_parameters / MIXTURE.num_layers
+    quarter = weight_counts(MIXTURE, GridShape(dp=4, ep=4))
+    assert counts.layer - quarter.layer == experts * 3 / 4
+    halves = weight_counts(MIXTURE, GridShape(tp=2))
+    router = 8 * (32 + 1)
+    assert 2 * halves.layer - counts.layer == router + 2 * 32  # and two norms
+    with pytest.raises(ValueError, match=r"num_experts=8: the buffers of experts"):
+        training_memory(MIXTURE, micro_batch=2)
 
 
 @pytest.mark.parametrize("name", MODELS)

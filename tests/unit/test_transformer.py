@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from labcode.config import GPTConfig, ViTConfig
 from labcode.models.gpt import GPT
@@ -42,10 +43,18 @@ GPTS = [
         shared_ffn_size=16,
     ),
 ]
+MIXTURES = {
+    "shared": GPTS[-1],
+    "biases of the router": replace(GPTS[-1], router_bias_rate=0.01, router="sigmoid"),
+    "as wide as an MLP": replace(GPTS[-1], expert_ffn_size=None, shared_ffn_size=0),
+    "no gate, one expert": replace(GPTS[-1], mlp="gelu", norm="layer", experts_per_token=1),
+    "all experts": replace(GPTS[-1], experts_per_token=6, num_kv_heads=1, tie_embeddings=False),
+    "a single expert": replace(GPTS[-1], num_experts=1, experts_per_token=1),
+}
 VIT = ViTConfig(num_variables=3, num_forcings=2, lat=20, lon=40, hidden_size=32, num_layers=2)
 
 
-@pytest.mark.parametrize("config", [*GPTS, VIT])
+@pytest.mark.parametrize("config", [*GPTS, *MIXTURES.values(), VIT])
 def test_parameters_are_those_of_the_configs(config):
     assert Transformer.of(config).num_parameters == config.num_parameters
     assert transformer_flops_per_sample(Transformer.of(config)) == training_flops_per_sample(config)
@@ -84,8 +93,7 @@ def test_experts_are_weights_for_all_and_products_for_some():
     """Mixtral 8x7B: 46.7 billion weights, 12.9 of them for a token (arXiv:2401.04088, table 1)."""
     mixtral = load_model("mixtral-8x7b")
     assert mixtral.num_parameters / 1e9 == pytest.approx(46.7, rel=2e-3)
-    active = mixtral.num_parameters - mixtral.num_layers * mixtral.idle_expert_weights
-    assert active / 1e9 == pytest.approx(12.9, rel=2e-3)
+    assert mixtral.num_active_parameters / 1e9 == pytest.approx(12.9, rel=2e-3)
     # one expert that all tokens go through is an MLP with a router
     dense = load_model("mistral-7b")
     router = dense.num_layers * dense.hidden_size
@@ -128,14 +136,23 @@ def test_what_does_not_exist_is_refused_in_one_line():
     assert len(model_names()) > 5
 
 
-def test_a_mixture_has_the_parameters_that_torch_counts_and_uses_those_of_its_chosen_experts():
-    config = replace(GPTS[-1], router_bias_rate=0.01)
-    model = GPT(config)
+@pytest.mark.parametrize("config", MIXTURES.values(), ids=MIXTURES)
+def test_a_mixture_has_the_parameters_that_torch_counts_and_uses_those_of_its_chosen_experts(
+    config,
+):
+    with torch.device("meta"):
+        model = GPT(config)
     counts = {name: param.numel() for name, param in model.named_parameters()}
-    assert config.num_parameters == sum(counts.values())
-    idle = 0
-    for name, count in counts.items():
-        if ".experts." in name:
-            idle += count * 4 // 6  # a token uses 2 of 6
-    assert config.num_active_parameters == config.num_parameters - idle
-    assert GPTS[0].num_active_parameters == GPTS[0].num_parameters
+    experts = sum(count for name, count in counts.items() if ".experts." in name)
+    shape = Transformer.of(config)
+    assert shape.num_parameters == config.num_parameters == sum(counts.values())
+    assert shape.num_layers * shape.expert_weights == config.num_expert_parameters == experts
+    idle = experts * (config.num_experts - config.experts_per_token) // config.num_experts
+    assert shape.num_active_parameters == sum(counts.values()) - idle
+    assert config.num_active_parameters == shape.num_active_parameters
+
+
+@pytest.mark.parametrize("config", [GPTS[0], VIT])
+def test_a_token_uses_all_of_a_dense_model(config):
+    assert Transformer.of(config).num_active_parameters == config.num_parameters
+    assert Transformer.of(config).expert_weights == 0

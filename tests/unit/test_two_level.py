@@ -1,12 +1,13 @@
 """Collectives on nodes full of GPUs."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labcode.perf.alpha_beta import time_s
+from labcode.perf.alpha_beta import Link, time_s
 from labcode.perf.cluster import load_cluster
 from labcode.perf.two_level import Placement, collective_s, group_link, placement, send_s
 from labcode.topology import GridShape
@@ -25,6 +26,34 @@ def test_a_placement_is_that_of_the_groups_counted(dp, pp, cp, tp, order, node):
         place = placement(shape, node, *axes)
         assert (place.ranks, place.nodes) == (len(group), len(nodes))
         assert place.per_node == max(nodes.values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(POWERS, POWERS, POWERS, POWERS, ORDERS, st.sampled_from([1, 2, 4, 8]))
+def test_experts_are_placed_as_the_groups_of_ep_and_edp(ep, edp, cp, tp, order, node):
+    shape = GridShape(ep * edp, 2, cp, tp, "-".join(order), ep=ep)
+    for axes in (("ep",), ("edp",), ("edp", "cp"), ("ep", "edp")):
+        group = shape.groups(*axes)[0]
+        nodes = Counter(rank // node for rank in group)
+        place = placement(shape, node, *axes)
+        assert (place.ranks, place.nodes) == (len(group), len(nodes))
+        assert place.per_node == max(nodes.values())
+    assert placement(shape, node, "ep", "edp") == placement(shape, node, "dp")
+
+
+def test_an_all_to_all_takes_as_long_as_its_slower_level():
+    """16 ranks on 2 nodes: of 16 parts 8 leave the node through the rank's own adapter."""
+    cluster = load_cluster("selene")
+    inside = collective_s(cluster, "all_to_all", Placement(8, 8), 1e9)
+    assert inside == time_s("all_to_all", 8, 1e9, cluster.inside)
+    across = collective_s(cluster, "all_to_all", Placement(16, 8), 1.6e9)
+    adapter = cluster.between
+    assert across == pytest.approx(8 * adapter.alpha_s + 0.8e9 / adapter.beta_bytes_per_s)
+    # a network that costs nothing leaves the seven parts inside
+    fast = replace(cluster, between=Link(0.0, 1e15))
+    found = collective_s(fast, "all_to_all", Placement(16, 8), 1.6e9)
+    assert found == pytest.approx(time_s("all_to_all", 8, 0.8e9, cluster.inside))
+    assert collective_s(cluster, "all_to_all", Placement(1, 1), 1e9) == 0
 
 
 def test_the_rule_of_two_levels():

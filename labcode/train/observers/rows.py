@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import torch
 
 from labcode import hardware
-from labcode.perf.flops import training_flops_per_sample
+from labcode.perf.flops import frozen_flops_per_sample, training_flops_per_sample
 from labcode.train import finite
-from labcode.train.build import Training
+from labcode.train.build import Training, build_meta
 from labcode.train.device_samples import DeviceSampler, ProcessMeter, meter_for
 from labcode.train.measure import StepClock, peak_memory_bytes
 from labcode.train.metrics import Log
@@ -32,6 +32,7 @@ class Rows(Observer):
         self._sampler = self._device_sampler()
         self._slow = self._watch_slow_ranks()
         self._running = contextlib.ExitStack()
+        self._flops_per_sample = _flops_per_sample(training)
 
     def _device_sampler(self) -> DeviceSampler:
         """What samples this rank's device, where the samples are written."""
@@ -109,9 +110,10 @@ class Rows(Observer):
             "tokens_per_s_per_rank": tokens_per_s / training.world.world_size,
             "memory_bytes": peak_memory_bytes(training.world.device),
         }
+        row |= training.model.expert_load()
         if training.noise:
             row |= training.noise.metrics()
-        flops = samples_per_s * training_flops_per_sample(training.task.model_config)
+        flops = samples_per_s * self._flops_per_sample
         return row | self._shares_of_peak(flops / training.world.world_size)
 
     def _shares_of_peak(self, flops_per_s: float) -> dict[str, float]:
@@ -136,3 +138,15 @@ class Rows(Observer):
         if utilisation is not None:
             found["utilisation"] = utilisation
         return found
+
+
+def _flops_per_sample(training: Training) -> int:
+    """Of forward and backward, without what frozen weights spare."""
+    model_config = training.task.model_config
+    flops = training_flops_per_sample(model_config)
+    if not training.config.train.freeze:
+        return flops
+    weights = []
+    for name, weight in build_meta(training.config, training.task).named_parameters():
+        weights.append((name, weight.shape, weight.requires_grad))
+    return flops - frozen_flops_per_sample(model_config, weights)
