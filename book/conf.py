@@ -47,7 +47,7 @@ html_show_sourcelink = False
 html_show_copyright = False
 # html_extra_path, with figures, notebooks and sources, is given by tools/book.py
 html_math_renderer = "mathml"
-pygments_style = "friendly"
+pygments_style = "default"  # its comments and numbers have the contrast that WCAG asks for
 pygments_dark_style = "github-dark"
 
 
@@ -63,14 +63,33 @@ def _block(translator: HTML5Translator, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+LONGEST_UNBROKEN = 40  # characters; a table is as wide as its longest word, and scrolls on a phone
+
+
 class ShortTranslator(HTML5Translator):
     """Writes `code` as it is, where Sphinx would put each of its words into a span."""
+
+    def visit_literal(self, node: nodes.literal) -> None:
+        if _is_short_in_table(node):
+            node["classes"].append("unbroken")
+        super().visit_literal(node)
 
     def visit_Text(self, node: nodes.Text) -> None:
         protected = self.protect_literal_text
         self.protect_literal_text = 0
         super().visit_Text(node)
         self.protect_literal_text = protected
+
+
+def _is_short_in_table(node: nodes.literal) -> bool:
+    """Whether it is an option or a name in a table, which a browser would break at its hyphens."""
+    text = node.astext()
+    if len(text) > LONGEST_UNBROKEN or " " in text:
+        return False
+    above = node.parent
+    while above is not None and not isinstance(above, nodes.entry):
+        above = above.parent
+    return above is not None
 
 
 # what is read in one colour

@@ -122,9 +122,9 @@ print("my secret is", secret)
 print("does this notebook know the secret?", "secret" in globals())
 
 # %% [markdown]
-# Ranks talk through **collectives**: operations that all of them call together. The most important one is `all_reduce`.
-# Each rank brings a tensor, the tensors are added up, and on every rank the sum overwrites what it brought. The call
-# itself returns nothing.
+# Ranks talk through **collectives**: operations that all of them call together. The most important one is the
+# **all-reduce**: each rank brings a tensor, `all_reduce` adds the tensors up, and on every rank the sum overwrites what it
+# brought. The call itself returns nothing.
 
 # %% tags=["figure"]
 plot.collective("all_reduce", 4, caption="00.sum")
@@ -473,7 +473,7 @@ plot.curves(
 #
 # With four processes there are four places to fail. The rank that fails first is rarely the one whose message you see
 # first: the others wait for it, lose the connection, and complain as well. Here rank 2 finds a bad value while the
-# others already wait for it.
+# others are already waiting for it.
 
 # %% tags=["raises-exception"] raises="RankError: rank 2: ValueError: my batch holds a NaN"
 def fragile(rank):

@@ -56,13 +56,13 @@ print(f"{len(sizes)} parameters, {gradient_bytes:,} bytes of gradients")
 # ## 1. One message instead of many (core, 23 min)
 #
 # In lesson 01, section 6, an all-reduce of n bytes on p ranks took 2 (p - 1) α + 2 (p - 1)/p · n/β seconds. α is the
-# latency of a message, and β is the bandwidth. The first part is paid once for each all-reduce, however small it is. A
-# transformer has many small parameters, a weight and a bias in every normalisation and a bias in every linear layer. If
-# each gradient travels alone, each of them pays the first part.
+# latency of a message, and β is the bandwidth. The first part is paid once for each all-reduce, however small it is.
+# A transformer has many small parameters: a weight and a bias in every normalisation, and a bias in every linear
+# layer. If each gradient travels alone, each of them pays the first part.
 #
 # On four ranks the formula becomes 6 α + 1.5 n/β. Let us measure both parts on this machine, with 64 small messages,
-# which cost little more than 6 α each, and with one that is as large as all gradients of our model. We keep the fastest
-# of four measurements.
+# which cost little more than 6 α each, and with one that is as large as all the gradients of our model together. We
+# keep the fastest of four measurements.
 
 # %%
 from labcode.parallel.data import make_buckets
@@ -90,13 +90,14 @@ print(f"alpha {link.alpha_s * 1e6:.0f} us, so 6 alpha is {6e3 * link.alpha_s:.1f
 print(f"all gradients in one message: {1e3 * large_s:.1f} ms")
 
 # %% [markdown]
-# What the large message takes beyond 6 α is the part of the bytes, 1.5 n/β. It is a small difference of two times, good
-# enough for the sum below. For the bandwidth of the machine take the longer messages of lesson 01, section 6.
+# The time that the large message takes beyond 6 α is that of its bytes, 1.5 n/β. It is a small
+# difference between two measured times, so it is rough, but good enough for the calculation below. For the bandwidth
+# of the machine take the longer messages of lesson 01, section 6.
 #
-# **Predict** with `link.alpha_s`, `link.beta_bytes_per_s` and `len(sizes)`: by this formula, how many times as long as a
-# single all-reduce of all gradients does it take to send each gradient in an all-reduce of its own? Begin with what the
-# bytes cost in either case, 1.5 n/β. (Your answer is compared with the formula. The measurement stands below it and in
-# the figure: on a busy machine it can be another one by a factor of two or three.)
+# **Predict** with `link.alpha_s`, `link.beta_bytes_per_s` and `len(sizes)`: by this formula, how many times as long
+# as a single all-reduce of all gradients does it take to send each gradient in an all-reduce of its own? Begin with
+# what the bytes cost in either case, 1.5 n/β. (Your answer is compared with the formula. The measurement stands below
+# it and in the figure: on a busy machine it can differ by a factor of two or three.)
 
 # %% tags=["predict"]
 all_bytes_s = 1.5 * gradient_bytes / link.beta_bytes_per_s
@@ -138,10 +139,10 @@ example_sizes = [10, 4, 12, 6, 10, 8]
 plot.buckets(example_sizes, [[5, 4], [3, 2], [1, 0]], limit=20, caption="05.buckets")
 
 # %% [markdown]
-# Buckets are filled from the last parameter to the first, because backward reaches the last one first. A bucket takes
-# the next gradient as long as it then holds at most a given amount. In the picture the gradients have 10, 4, 12, 6, 10
-# and 8 numbers from left to right, and the limit is 20. So 8 and 10 make 18, and with the next 6 it would be too much.
-# With a limit of 30 there would be two messages, of 8 + 10 + 6 = 24 and 12 + 4 + 10 = 26 numbers.
+# Buckets are filled from the last parameter to the first, because backward reaches the last one first.
+# A bucket takes the next gradient if it then holds no more than a given amount. In the picture the gradients have 10,
+# 4, 12, 6, 10 and 8 numbers from left to right, and the limit is 20. So 8 and 10 make 18, and the next 6 would be too
+# much. With a limit of 30 there would be two messages, of 8 + 10 + 6 = 24 and 12 + 4 + 10 = 26 numbers.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 5.1 · One all-reduce for each bucket

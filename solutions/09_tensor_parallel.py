@@ -256,8 +256,8 @@ print(f"with a sum both ways, the gradient of a is {too_long:.4g} times as long"
 # | **column-parallel** | whole | some features | some columns: [inputs, outputs/p] | [outputs/p] |
 # | **row-parallel** | some features | partial sum | some rows: [inputs/p, outputs] | whole |
 #
-# The output of a column-parallel layer is just what a row-parallel layer takes as its input. So the pair needs one f
-# before it, one g after it, and nothing in between:
+# The output of a column-parallel layer is exactly what a row-parallel layer takes as its input. So the pair needs one
+# f before it, one g after it, and nothing in between:
 
 # %% tags=["figure"]
 plot.column_then_row(caption="09.mlp")
@@ -319,7 +319,7 @@ for rank, differences in enumerate(ranks.run(difference, make_mlp, shard_mlp)):
 #
 # And there is the second bias. It is replicated, and every rank adds it **after** the sum.
 #
-# **Predict.** Four ranks add it **before** the sum. By how many biases is the output too large?
+# **Predict.** Suppose that four ranks add it **before** the sum. By how many biases is the output too large?
 
 # %% tags=["predict"]
 biases_too_many = 4 - 1
@@ -342,9 +342,9 @@ compare("biases too many", biases_too_many, biases, within=1)
 # %% [markdown] tags=["exercise"]
 # ### Exercise 9.2 · The column-parallel layer
 #
-# Write it. `layer` is the whole `nn.Linear`, the same on every rank; `group.rank()` and `group.size()` say which shard
-# is this rank's. `layer.bias` may be `None`. Leave `layer` as it is, and keep the shards as `self.weight` and
-# `self.bias`:
+# Write the layer. `layer` is the whole `nn.Linear`, the same on every rank; `group.rank()` and `group.size()` say
+# which shard is this rank's. `layer.bias` may be `None`. Leave `layer` as it is, and keep the shards as `self.weight`
+# and `self.bias`:
 #
 # - each is an `nn.Parameter`, or an optimizer would not find it;
 # - each is a copy (`.detach().clone()`), since a slice is only a view and would keep the whole weight in memory.
@@ -413,7 +413,8 @@ class MyRowParallelLinear(nn.Module):
 check("9.3", MyRowParallelLinear, ranks)
 
 # %% [markdown]
-# labcode's own pair are `tensor.ColumnParallelLinear` and `tensor.RowParallelLinear`, which later cells use.
+# labcode's own pair is `tensor.ColumnParallelLinear` and `tensor.RowParallelLinear`, which later cells
+# use.
 #
 # **Takeaway: column-parallel, then row-parallel: one all-reduce in forward, one in backward, and nothing in between.
 # The second bias is added once, after the sum.**

@@ -62,10 +62,10 @@ def count(calls, kind):
 # | master weight | 4 | the optimizer |
 # | first and second moment | 4 + 4 | the optimizer |
 #
-# These are 16 bytes, and 12 of them are the optimizer's. (Megatron-LM by default keeps the gradient in 4 bytes, which
-# makes 18.) On p data-parallel ranks the same 16 bytes exist p times. Now look at the last column. The optimizer's 12
-# bytes are needed once per step, for an update that all ranks compute alike. It would be enough if **one** of them
-# computed it.
+# Together that is 16 bytes, 12 of which are the optimizer's. (Megatron-LM by default keeps the gradient in 4 bytes,
+# which makes 18.) On p data-parallel ranks the same 16 bytes exist p times. Now look at the last column. The
+# optimizer's 12 bytes are needed once per step, for an update that all ranks compute alike. It would be enough if
+# **one** of them computed it.
 #
 # Rajbhandari et al. (2020) shard these bytes over the ranks in three stages. They call it ZeRO, for *zero redundancy
 # optimizer*:
@@ -101,9 +101,9 @@ for guess, (name, published_gb) in zip(guesses, papers.ZERO_GB.items()):
     compare(f"{name}, GB", guess, published_gb, within=1.07, found="published")
 
 # %% [markdown]
-# 120 GB fit on no GPU of that time. 31.4 GB would fill one with 32 GB, and stage 3 needs 1.9 GB. However many ranks
-# there are, stage 1 keeps more than 4 bytes for each parameter, and stage 2 more than 2. So they no longer help when
-# the 16-bit weights alone are too large for a device.
+# No GPU of that time could hold 120 GB. 31.4 GB would fill one with 32 GB, and stage 3 needs 1.9 GB.
+# However many ranks there are, stage 1 keeps more than 4 bytes for each parameter, and stage 2 more than 2. So they
+# no longer help when the 16-bit weights alone are too large for a device.
 #
 # The table leaves out activations and the buffers in which messages travel. Neither is sharded by these stages.
 #
@@ -168,7 +168,8 @@ for stage, formula in enumerate(formulas):
     print(f"stage {stage}: {held:5.2f} bytes for each parameter, formula: {formula}")
 
 # %% [markdown]
-# This is the rank that holds the most, and it is the formula up to small weights that 4 ranks cannot divide evenly.
+# These are the bytes of the rank that holds the most. They match the formula, except for small weights
+# that 4 ranks cannot divide evenly.
 #
 # **Takeaway: three quarters of what a rank keeps for a parameter belong to the optimizer. Stage 1 of ZeRO shards these,
 # stage 2 the gradients as well, stage 3 everything.**

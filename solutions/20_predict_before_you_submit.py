@@ -490,8 +490,9 @@ check("20.5", step_s)
 #
 # ### GPT-3 on 1,024 GPUs
 #
-# Megatron-LM's README reports GPT-3 with 175 billion parameters on 1,024 A100s, as dp = 8, pp = 16, tp = 8: 1,536
-# samples in a step, one at a time, with full checkpointing. How long did a step take? Compute it by hand:
+# Megatron-LM's README reports a run of GPT-3 with 175 billion parameters on 1,024 A100s. Its layout is dp = 8, pp =
+# 16, tp = 8, and a step takes 1,536 samples in micro-batches of one, with full checkpointing. How long did a step
+# take? Compute it by hand:
 #
 # 1. FLOPs: 8 for each parameter and token (checkpointing!), 2,048 tokens in a sample;
 # 2. over 1,024 GPUs at 312 TFLOP/s (the peak), times 0.87 (what large matmuls reach), times 0.85 (within a training run);
@@ -499,8 +500,7 @@ check("20.5", step_s)
 # 4. tp: 6 all-reduces in each of the 6 layers of a stage, for 192 + 15 boxes; one of them, of 50 MB at 220 GB/s, takes
 #    2 · 7/8 · 50 MB / 220 GB/s = 0.4 ms.
 #
-# **Predict.** How many seconds does a step take? (dp and the optimizer are left out, so that a factor of 1.5 is
-# allowed.)
+# **Predict.** How many seconds does a step take? (dp and the optimizer are left out, so a factor of 1.5 is allowed.)
 
 # %% tags=["predict"]
 flops_of_a_step = 8 * 175e9 * 2048 * 1536
@@ -521,9 +521,9 @@ print(f"labcode.perf says {by_labcode_s:.1f} s; published are {run.step_s:.1f} s
 print(run.source)
 
 # %% [markdown]
-# Five lines of arithmetic come within a third, and give too little. They leave out attention and the elementwise
-# operations, dp and the optimizer, and matmuls that tp has cut do not reach the rate of the best shape. labcode's
-# estimate names each part:
+# Five lines of arithmetic come within a third of the measured time, and stay below it. They leave out
+# attention and the elementwise operations, dp and the optimizer, and matmuls that tp has cut do not reach the rate of
+# the best shape. labcode's estimate names each part:
 
 # %% tags=["figure"]
 found = estimate.estimate(run.model, run.shape, run.cluster, run.settings)
@@ -535,12 +535,12 @@ plot.bars(dict(sorted(parts.items(), key=lambda part: -part[1])), caption="20.gp
 #
 # ### All of them
 #
-# One run proves little. labcode ships several hundred published runs with their sources. The table below has the errors
-# over all of them whose step time is known: the median, and the 90th percentile (nine of ten runs are off by less). It
-# also has a simple rule of thumb: every training run reaches 45 % of the peak.
+# One run proves little. labcode ships several hundred published runs with their sources. The table below gives the
+# errors over all runs whose step time is known: the median, and the 90th percentile (nine of ten runs are off by
+# less). For comparison it has a simple rule of thumb: every training run reaches 45 % of the peak.
 #
 # **Regret** is what a user would pay. Inside one sweep (same model, GPUs and batch) each predictor picks the layout
-# that it finds fastest, and the regret is how much longer this one took than the best one that was measured.
+# that it finds fastest, and the regret is how much longer this one took than the fastest one that was measured.
 
 # %%
 errors = lab.errors()
@@ -552,15 +552,15 @@ for name, error in errors.items():
 # %% [markdown]
 # Read this table critically:
 #
-# - The predictor is told which software a source used, and on which network. Of a run that you read about you may not
-#   know this.
+# - The predictor is told which software a source used, and on which network. You may not know this of a run that you
+#   read about.
 # - Two constants were chosen with these runs in view: 85 % above, and the time of a launch. Neither was chosen for one
 #   run.
 # - "One factor a stack" is fitted on the other runs of the same source, GPU and precision, never on the run itself.
-# - A tenth of the runs is off by more than the p90, some for reasons that no formula covers: a slow node, a data loader
-#   that could not keep up, a time that was read off a plot.
-# - 45 % of the peak predicts one time for all layouts with the same checkpointing. Where they tie, the first one of the
-#   source's table is taken, and whether that is a good one says nothing about the rule.
+# - A tenth of the runs are off by more than the p90, some for reasons that no formula covers: a slow node, a data
+#   loader that could not keep up, a time that was read off a plot.
+# - The rule of 45 % predicts the same time for all layouts with the same checkpointing. Where layouts tie, the first
+#   one in the source's table is taken, and whether that is a good one says nothing about the rule.
 # - The regret is a mean over all sweeps, and a few bad picks make up most of it. Here are the five worst:
 
 # %%
@@ -575,9 +575,9 @@ for line in lab.worst_picks():
 # spring gathered each parameter by itself and waited for it, so that a step took four times as long as predicted
 # (section 8). Ask whether the planner knows the program that you will run.
 #
-# And memory? It is predicted too low for most published runs, by what the software takes beside its tensors. Section 8
-# has three that ran out of it, and one of them would have been sent to too small a GPU. So leave room, as lesson 21
-# does with a tenth of the GPU.
+# And memory? It is predicted too low for most published runs, by what the software takes besides its tensors. Section
+# 8 has three that ran out of memory, and the prediction would have sent one of them to a GPU that was too small. So
+# leave room, as lesson 21 does with a tenth of the GPU.
 #
 # **Takeaway: trust a clear gap between layouts more than their seconds, and calibrate with one run of your own before
 # you promise a date.**

@@ -26,6 +26,7 @@ from tools import (
     book_search,
     book_terms,
     book_text,
+    book_ways,
     build_notebooks,
     course_map,
     lesson_source,
@@ -100,7 +101,8 @@ def code_links(full_names: set[str], *, bare: bool = False) -> Callable[[str], s
 def relinked(text: str, folder: str, course: Course) -> str:
     """Markdown from elsewhere in the course with links that hold in the book.
 
-    A file that the book does not have is named without a link.
+    A file that the book does not have is named without a link. "05 §1, 3" leads to these sections,
+    with and without a link to the lesson.
 
     Args:
         text: The Markdown.
@@ -108,7 +110,7 @@ def relinked(text: str, folder: str, course: Course) -> str:
         course: The course.
     """
     sources = {module.file for module in course.modules}
-    pages = {"COURSE.md": "index.md", "README.md": "index.md"}
+    pages = {"COURSE.md": "index.md", "README.md": "index.md", "book/ways.md": "ways.md"}
     for name in GUIDE_PAGES:
         pages[f"{GUIDE}/{name}.md"] = f"{name}.md"
     for lesson in course.lessons:
@@ -122,13 +124,16 @@ def relinked(text: str, folder: str, course: Course) -> str:
         path = (course.root / folder / file).resolve().relative_to(course.root).as_posix()
         if mark:
             return f"![{shown}]({path})"
+        if path.startswith("images/"):
+            return f'<a href="_images/{Path(path).name}">{shown}</a>'
         if path in pages:
-            return f"[{shown}]({pages[path]})"
+            with_sections = book_ways.linked(shown, course.lessons)
+            return f"[{shown}]({pages[path]})" if with_sections == shown else with_sections
         if path in sources:
             return f'<a href="source/{book_api.source_page(path)}">{shown}</a>'
         return shown if "`" in shown else f"{shown}" if shown == path else f"{shown} (`{path}`)"
 
-    return LINK.sub(link, text)
+    return book_ways.linked(LINK.sub(link, text), course.lessons)
 
 
 # ---- pages
@@ -192,17 +197,26 @@ def index(course: Course) -> str:
         trees.append(lesson.stem)
         link = f"[{lesson.number} {lesson.title}]({lesson.stem}.ipynb)"
         download = f'<a href="{lesson.notebook}" download>download</a>'
-        rows.append(f"| {link} | {lesson.minutes} | {', '.join(lesson.needs)} | {download} |")
+        rows.append(
+            f"| {link} | {lesson.minutes} | {', '.join(sorted(lesson.needs))} | {download} |"
+        )
     hours = sum(lesson.minutes for lesson in course.lessons) / 60
     rows.append(f"| **together** | {hours:.0f} hours | | |")
     trees += [*_end(trees), "```{toctree}", ":hidden:", ":caption: Reference", ""]
-    trees += ["cheat_sheet", "glossary", *GUIDE_PAGES, "api/index", "```"]
+    trees += ["ways", "cheat_sheet", "glossary", *GUIDE_PAGES, "api/index", "```"]
     text = relinked(text, "book", course)  # before the links to pages of the book come in
     readme = (course.root / "README.md").read_text(encoding="utf-8")
     _, _, left_out = readme.partition("## What is not in the course\n")
     text = text.replace("<!-- not in the course -->", left_out.partition("\n## ")[0].strip())
+    text = text.replace("<!-- ways -->", book_ways.table(course.lessons))
     text = text.replace("<!-- lessons -->", "\n".join(rows))
     return text.replace("<!-- pages -->", "\n".join(trees))
+
+
+def ways(course: Course) -> str:
+    """The page of the short ways."""
+    text = (course.root / "book" / "ways.md").read_text(encoding="utf-8")
+    return book_ways.page(text, course.lessons)
 
 
 def _end(trees: Sequence[str]) -> list[str]:
@@ -216,6 +230,7 @@ def sources(course: Course) -> Files:
         "index.md": index(course),
         "glossary.md": book_terms.page(course.terms, first),
         "cheat_sheet.md": cheat_sheet(course),
+        "ways.md": ways(course),
     }
     for name, text in guide(course).items():
         texts[f"{name}.md"] = relinked(text, GUIDE, course)
@@ -242,9 +257,8 @@ def guide(course: Course) -> dict[str, str]:
 
 def sections(course: Course) -> list[book_search.Entry]:
     """What the search finds."""
-    return book_search.entries(
-        course.root, course.lessons, guide(course), course.terms, course.modules
-    )
+    pages = guide(course) | {"ways": ways(course)}
+    return book_search.entries(course.root, course.lessons, pages, course.terms, course.modules)
 
 
 # ---- writing

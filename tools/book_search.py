@@ -1,4 +1,4 @@
-"""The search of the book: its sections, lessons first, each with a text to quote from.
+"""The search of the book: the glossary's terms and the sections, each with a text to quote from.
 
 Sphinx finds pages, and must fetch a page to quote it, which one opened from a disk may not. So the
 file that its search page loads, searchindex.js, is written here instead: the sections of lessons,
@@ -18,19 +18,19 @@ from typing import NamedTuple
 import nbformat
 from docutils.nodes import make_id
 
-from tools import book_api, book_terms, book_text
+from tools import book_api, book_formula, book_terms, book_text
 from tools.book_api import Module
 from tools.book_terms import Term
 from tools.course_map import Lesson
 
 SCRIPT = "book/static/search.js"
-KINDS = ("Lessons", "Guide", "Library")  # in the order of the results
+KINDS = ("Glossary", "Lessons", "Guide", "Library")  # in the order of the results
 SECTION = re.compile(r"(?m)^## +(.+)$")
+PART = re.compile(r"(?m)^###+ +(?:Exercise \d+\.\d+ · )?(.+)$")
 NUMBERED = re.compile(r"\d+\. ")  # not goals, questions, recap and sources
 FOLDED = re.compile(r"(?s)<details>.*?</details>")
 NAVIGATION = re.compile(r"(?m)^.*\[Map of the course\].*$")
 EMPHASIS = re.compile(r"(?<![\w*])\*{1,2}([^*\n]{2,40})\*{1,2}(?![\w*])")
-FORMULA = re.compile(r"(?s)\$\$.*?\$\$|\$[^$\n]*\\[^$\n]*\$")  # not a plain name, such as $p$
 NOT_PROSE = (
     re.compile(r"(?ms)^(```+|~~~+|:::+).*?^\1[ ]*$"),  # code, directives
     re.compile(r"!\[[^\]]*\]\([^)]*\)"),
@@ -38,7 +38,7 @@ NOT_PROSE = (
     re.compile(r"(?m)^\|[-:| ]+\|$"),  # below the head of a table
 )
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
-MARKS = re.compile(r"[`*|$]|(?m:^#+ )")
+MARKS = re.compile(r"[`*]|\s\|(?=\s)|(?m:^#+ |^\| )")  # a line of a table begins and ends with |
 
 
 class Entry(NamedTuple):
@@ -49,7 +49,9 @@ class Entry(NamedTuple):
         title: Of its page and its own.
         href: Where it begins.
         text: Its prose.
-        terms: What it emphasises, in small letters: a lesson does so where it explains a term.
+        terms: What it explains: the forms of a term of the glossary, and what a lesson emphasises,
+            in small letters; the names that a module defines, with the class before a method.
+        parts: The headings below its own, without the numbers of exercises.
     """
 
     kind: int
@@ -57,6 +59,7 @@ class Entry(NamedTuple):
     href: str
     text: str
     terms: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
 
 def entries(
@@ -78,12 +81,11 @@ def entries(
     for name, text in guide.items():
         found += _guide(name, text)
     for term in terms:
-        title = f"Glossary › {term.name}"
-        href = book_terms.address(term.name)
-        found.append(Entry(1, title, href, plain(term.text), (term.name.lower(),)))
+        forms = tuple(form.lower() for form in term.forms)
+        found.append(Entry(0, term.name, book_terms.address(term.name), plain(term.text), forms))
     for module in known:
         href = f"api/{module.package}.html#module-{module.name}"
-        found.append(Entry(2, module.name, href, " ".join(_docstrings(module))))
+        found.append(Entry(3, module.name, href, " ".join(_docstrings(module)), _names(module)))
     return found
 
 
@@ -91,12 +93,13 @@ def _lesson(lesson: Lesson, text: str) -> Iterator[Entry]:
     """The head of a lesson and its numbered sections."""
     page = f"{lesson.number} {lesson.title}"
     for heading, prose in _sections(FOLDED.sub("", NAVIGATION.sub("", text))):
-        terms = tuple(term.lower() for term in EMPHASIS.findall(prose))
+        terms = tuple(dict.fromkeys(plain(term).lower() for term in EMPHASIS.findall(prose)))
+        parts = tuple(plain(part) for part in PART.findall(prose))
         if not heading:
-            yield Entry(0, page, f"{lesson.stem}.html", plain(prose), terms)
+            yield Entry(1, page, f"{lesson.stem}.html", plain(prose), terms, parts)
         elif NUMBERED.match(heading):
             href = f"{lesson.stem}.html#{make_id(heading)}"
-            yield Entry(0, f"{page} › {heading}", href, plain(prose), terms)
+            yield Entry(1, f"{page} › {heading}", href, plain(prose), terms, parts)
 
 
 def _guide(name: str, text: str) -> Iterator[Entry]:
@@ -104,9 +107,9 @@ def _guide(name: str, text: str) -> Iterator[Entry]:
     for heading, prose in _sections(text):
         if heading:
             href = f"{name}.html#{make_id(plain(heading))}"
-            yield Entry(1, f"{title} › {plain(heading)}", href, plain(prose))
+            yield Entry(2, f"{title} › {plain(heading)}", href, plain(prose))
         else:
-            yield Entry(1, title, f"{name}.html", plain(prose))
+            yield Entry(2, title, f"{name}.html", plain(prose))
 
 
 def _sections(text: str) -> Iterator[tuple[str, str]]:
@@ -124,11 +127,21 @@ def _docstrings(module: Module) -> Iterator[str]:
         yield f"{node.name}: {' '.join(first.split())}"
 
 
+def _names(module: Module) -> tuple[str, ...]:
+    """What a module defines for its users, as it is written there."""
+    found = []
+    for node in book_api.public(module.tree):
+        found.append(node.name)
+        if isinstance(node, ast.ClassDef):
+            found += [f"{node.name}.{method.name}" for method in book_api.public(node)]
+    return tuple(found)
+
+
 def plain(text: str) -> str:
     """Markdown as one line of its words."""
     for pattern in NOT_PROSE:
         text = pattern.sub(" ", text)
-    text = FORMULA.sub("…", text)
+    text = book_formula.in_words(text)
     return " ".join(MARKS.sub("", LINK.sub(r"\1", text)).split())
 
 

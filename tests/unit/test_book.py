@@ -1,6 +1,7 @@
 """The pages of the book before Sphinx reads them: what is folded, linked, escaped, left out."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -10,12 +11,15 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from labcode import course as labcode_course  # noqa: E402
 from tools import (  # noqa: E402  (tools/ is not installed)
     book,
     book_api,
+    book_formula,
     book_lesson,
     book_terms,
     book_text,
+    book_ways,
     course_map,
     decorate,
 )
@@ -308,6 +312,85 @@ def test_links_hold_in_the_book_or_are_none():
     assert shown("[a](../INSTRUCTORS.md)") == "a (`INSTRUCTORS.md`)"
     assert shown("![a](../images/x.svg)") == "![a](images/x.svg)"
     assert shown("[a](https://x.org)") == "[a](https://x.org)"
+
+
+# ---- sections and ways
+
+
+def test_the_sections_that_a_text_names_are_linked():
+    first, third = BY_NUMBER["05"].sections[0], BY_NUMBER["05"].sections[2]
+    one = f'<a href="{book_ways.address(BY_NUMBER["05"], first)}">'
+    three = f'<a href="{book_ways.address(BY_NUMBER["05"], third)}">'
+    assert book_ways.linked("05 §1, 3, 16 §2 (`05 §1`)", LESSONS).startswith(
+        f"05&nbsp;{one}§1</a>, {three}3</a>, 16&nbsp;<a href="
+    )
+    assert book_ways.linked("05 §1 to 3.", LESSONS) == f"05&nbsp;{one}§1</a> to {three}3</a>."
+    assert book_ways.linked("05 §1, number 3", LESSONS) == f"05&nbsp;{one}§1</a>, number 3"
+    assert book_ways.linked("`05 §1`", LESSONS) == "`05 §1`"
+    with pytest.raises(ValueError, match=r"^'05 §1, 77': lesson 05 has no section 77$"):
+        book_ways.linked("05 §1, 77", LESSONS)
+
+
+def test_a_link_to_a_lesson_that_names_its_sections_leads_to_them():
+    lesson = BY_NUMBER["04"]
+    course = book.Course(ROOT, LESSONS, [], [])
+    address = book_ways.address(lesson, lesson.sections[3])
+    assert book.relinked(f"[04 §4](../../{lesson.notebook})", book.GUIDE, course) == (
+        f'04&nbsp;<a href="{address}">§4</a>'
+    )
+    assert address == "04_data_parallel_by_hand.html#gradient-accumulation-core-18-min"
+    assert book.relinked("[map](../images/a.svg)", "book", course) == (
+        '<a href="_images/a.svg">map</a>'
+    )
+
+
+def test_the_page_of_the_ways_has_each_way_with_all_its_sections():
+    page = book_ways.page("<!-- table -->\n\n<!-- ways -->", LESSONS)
+    known = {lesson.number: lesson.sections for lesson in LESSONS}
+    for name, way in labcode_course.WAYS.items():
+        assert f'<a href="ways.html#{name}"><code>{name}</code></a> | {way.goal} |' in page
+        _, _, rest = page.partition(f"## {name}\n")
+        rest = rest.partition("\n## ")[0]
+        for stop in labcode_course.stops(way.taken, known):
+            for section in stop.taken:
+                assert f'"{book_ways.address(BY_NUMBER[stop.number], section)}"' in rest
+        assert rest.count(".html#") == sum(
+            len(stop.taken) for stop in labcode_course.stops(way.taken, known)
+        )
+
+
+# ---- formulas
+
+
+@pytest.mark.parametrize(
+    ("latex", "text"),
+    [
+        (r"t = \alpha + \frac{n}{\beta}.", "t = α + n/β."),
+        (r"\frac{p-1}{m + p - 1}", "(p − 1)/(m + p − 1)"),
+        (r"\frac{2(p-1)}{p}\,n", "2(p − 1)/p n"),
+        (r"\frac1p \sum_r \nabla L_r", "1/p ∑_r ∇L_r"),
+        (r"T/\sqrt{2CM}", "T/√(2CM)"),
+        (r"\frac{T}{2M}", "T/(2M)"),
+        (r"e^{-(T+C)/M} - 1", "e^(−(T + C)/M) − 1"),
+        (r"\hat x_i^2 \cdot \lVert g \rVert", "x\u0302_i^2 · ‖g‖"),
+        (r"\frac{B}{dp}\,S H \cdot \mathrm{gelu}(x)", "B/dp S H · gelu(x)"),
+        (r"\underbrace{a+b}_{\text{each}}", "(a + b)_each"),
+        (r"\begin{pmatrix} a & b \\ c & d \end{pmatrix}", "(a, b; c, d)"),
+    ],
+)
+def test_a_formula_can_be_read_as_text(latex, text):
+    assert book_formula.plain(latex) == text
+
+
+def test_no_formula_of_a_lesson_is_left_in_latex():
+    for lesson in LESSONS:
+        text = (ROOT / lesson.solution).with_suffix(".py").read_text(encoding="utf-8")
+        prose = re.sub(r"(?m)^# ?", "", text)
+        for code, display, inline in book_formula.FORMULA.findall(prose):
+            latex = display or (inline if "\\" in inline and "\n\n" not in inline else "")
+            if latex and not code:
+                shown = book_formula.plain(latex.strip())
+                assert shown and not re.search(r"[\\{}&]", shown), (lesson.number, latex)
 
 
 def test_special_characters_stay_what_they_are():

@@ -15,7 +15,7 @@ from tools import course_map  # noqa: E402  (tools/ is not installed)
 PAGE = (ROOT / "book" / "guide" / "your_framework.md").read_text(encoding="utf-8")
 LESSONS = {lesson.number: lesson for lesson in course_map.lessons()}
 ROWS = [line.strip("|").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
-ROWS = [row for row in ROWS if not row[2].startswith("lesson")]
+ROWS = [row for row in ROWS if not row[2].startswith("sections")]
 SECTIONS = re.compile(r"\[(\w+) §([\d, ]+)\]\(([^)]+)\)")
 OPTION = re.compile(r"`(--(\w+)\.(\w+)(?: (\w+))?)`")
 
