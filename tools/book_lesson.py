@@ -16,11 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from docutils.nodes import make_id
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
-from tools import book_text, decorate
+from tools import book_text, book_ways, decorate
 from tools.book_terms import FirstUses
 from tools.course_map import Lesson
 
@@ -131,7 +130,7 @@ def with_sections(text: str, lessons: Sequence[Lesson]) -> str:
     for lesson in lessons:
         for section in lesson.sections:
             target = f"{lesson.stem}.ipynb#{section.anchor}"
-            headings[target] = f"{lesson.stem}.html#{make_id(section.heading)}"
+            headings[target] = book_ways.address(lesson, section)
 
     def link(found: re.Match) -> str:
         return f'<a href="{headings[found[2]]}">{found[1]}</a>'

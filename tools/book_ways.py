@@ -21,7 +21,7 @@ _SECTIONS = re.compile(r"\b(\d\db?) §(\d+(?:(?:, and |, | and | to )\d+\b(?!b? 
 
 def address(lesson: Lesson, section: labcode_course.Section) -> str:
     """Where the book has a section, from a page beside it."""
-    return f"{lesson.stem}.html#{make_id(section.anchor.removeprefix('heading='))}"
+    return f"{lesson.stem}.html#{make_id(section.heading)}"
 
 
 def linked(text: str, lessons: Sequence[Lesson]) -> str:
