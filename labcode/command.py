@@ -10,6 +10,7 @@ behind those of its caller. A wrong word is an error of one line that says what 
 
 import ast
 import inspect
+import os
 import re
 import textwrap
 import tokenize
@@ -17,7 +18,6 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from io import StringIO
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pydantic
@@ -68,7 +68,8 @@ def _check_recipe(args: Sequence[str]) -> None:
     if first.startswith("-") and first.lstrip("-") not in recipes.RECIPES:
         named = next((word for word in args if word in recipes.RECIPES), "RECIPE")
         raise UsageError(f"the recipe comes before {shown(first)}: {PROGRAM} {named} {first} ...")
-    if (Path(first) / "config.json").is_file():
+    # os.path, as pathlib raises where a name is too long
+    if os.path.isfile(os.path.join(first, "config.json")):
         raise UsageError(
             f"{shown(first)} is a run and no recipe: to go on with it, "
             f"{PROGRAM} RECIPE --checkpoint.resume --train.out {first}"

@@ -1,6 +1,7 @@
 """One way to answer a misspelled name: what was meant, and what exists. No torch."""
 
 import difflib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def run_near(path: Path) -> str:
     """
     places = [path, path.parent, *map(Path, RUN_FOLDERS)]
     configs: dict[Path, Path] = {}  # one path to each, as short as it was given
-    for place in places:
+    for place in filter(os.path.isdir, places):  # pathlib raises where a name is too long
         for config in place.glob("*/config.json"):
             configs.setdefault(config.resolve(), config)
     newest_first = sorted(configs.values(), key=written_at, reverse=True)

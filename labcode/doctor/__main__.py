@@ -79,9 +79,9 @@ def _no_command(word: str) -> str:
             "watch is for a loop of your own, `with doctor.watch(model, optimizer):`; a run is "
             "followed by python -m labcode.train.watch"
         )
-    if path.is_dir():
+    if os.path.isdir(path):  # pathlib raises where a name is too long
         return f"{word} is a folder: {PROGRAM} hang {word} asks its ranks where they are"
-    if path.is_file():
+    if os.path.isfile(path):
         return f"{word} is a file: {PROGRAM} job {word} says what failed first in it"
     if "/" in word:
         return f"{word} does not exist: {suggest.run_near(path)}"

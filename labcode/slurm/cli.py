@@ -4,6 +4,7 @@ Options of the job have no dot in their names, fields of the recipe have one. Bo
 `labcode.command`, as for `python -m labcode.train`.
 """
 
+import os
 import re
 import signal
 import sys
@@ -215,7 +216,7 @@ def _options_help(command: str) -> str:
 def _recipe(target: str | None) -> str:
     if target is None:
         raise UsageError(f"name a recipe: {', '.join(RECIPES)}")
-    if target not in RECIPES and Path(target).is_file():
+    if target not in RECIPES and os.path.isfile(target):
         raise UsageError(
             f"{target} is a script, and this takes a recipe: `sbatch {target}` submits it, "
             f"`{PROGRAM} lint {target}` reads it"

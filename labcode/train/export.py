@@ -1,5 +1,6 @@
 """`python -m labcode.train.export RUN DIR`: the weights of a run of a GPT, for `transformers`."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("to", type=Path, help="folder to be made: model.safetensors, config.json")
     try:
         given = parser.parse_args(args)
-        if not given.run.is_dir():
+        if not os.path.isdir(given.run):
             raise UsageError(f"{given.run} does not exist: {run_near(given.run)}")
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> int:
     try:
         asked = parser.parse_args(words)
         print(summary(asked.run, rank=asked.rank, rows=asked.rows))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -4,6 +4,7 @@ Nothing here writes, and nothing imports torch.
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def look(run: str | Path, over: str | Path | None = "") -> Look:
         steps = int(config["train"]["steps"])
         name = str(config["name"])
     except (OSError, ValueError, KeyError, TypeError):
-        problem = "is not the folder of a run" if folder.exists() else "does not exist"
+        problem = "is not the folder of a run" if os.path.exists(folder) else "does not exist"
         raise ValueError(f"{folder} {problem}: {run_near(folder)}") from None
     # first: a run that ends while its files are read has written them to the end
     is_running = is_held(folder)

@@ -10,6 +10,7 @@ It reads the files of the run and writes none, and it ends with the run or with 
 leaves the run alone.
 """
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ def watch(
     screen = _Figure() if _in_notebook() else _Terminal()
     try:
         # a run holds its folder while it sets everything up
-        if wait or (folder.is_dir() and is_held(folder)):
+        if wait or (os.path.isdir(folder) and is_held(folder)):
             _wait_for(folder, every_s)
         while True:
             seen = look(folder, over)
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         given = parser.parse_args(arguments)
         over = None if given.over == "none" else given.over
-        if given.run and not given.wait and not Path(given.run).exists():
+        if given.run and not given.wait and not os.path.exists(given.run):
             wait = "; --wait waits for a run that is about to begin"
         watch(given.run, given.every, over, given.wait)
     except ValueError as error:

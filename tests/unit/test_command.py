@@ -160,6 +160,8 @@ def test_a_first_word_that_is_no_recipe_says_what_it_is(tmp_path):
         command.parse(["--train.steps", "20", "gpt_tiny"])
     with pytest.raises(command.UsageError, match="did you mean gpt_tiny"):
         command.parse(["--gpt_tiny"])
+    with pytest.raises(command.UsageError, match=r"^unknown recipe"):
+        command.parse([300 * "x"])
     (tmp_path / "config.json").touch()
     with pytest.raises(command.UsageError, match=r"is a run and no recipe: .*--checkpoint.resume"):
         command.parse([str(tmp_path)])

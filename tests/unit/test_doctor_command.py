@@ -13,6 +13,7 @@ MISTAKES = {
     "--hang": "error: --hang is a command and no option: python -m labcode.doctor hang",
     "watch": "error: watch is for a loop of your own",
     ".": "error: . is a folder: python -m labcode.doctor hang . asks its ranks where they are",
+    "hnag" + 300 * "g": "error: unknown command 'hnagggg",
     "no/such/run": "error: no/such/run does not exist: ",
     "job": "error: FILE missing: python -m labcode.doctor job --help says what they are",
     "job --waht x": "error: unknown option --waht: there are --help",

@@ -205,6 +205,7 @@ def test_a_misspelled_run_is_answered_at_once_with_the_nearest_and_those_that_ex
         "gpt_tiny-001": "gpt_tiny-001 does not exist: did you mean runs/gpt_tiny-001? ",
         "vit_tiny-001": "did you mean notebooks/runs/vit_tiny-001? there are ",
         "runs/nope": "runs/nope does not exist: there are ",
+        "runs/" + 300 * "x": "does not exist: there are ",
         "runs": "runs is not the folder of a run: there are ",
     }
     for typed, words in there.items():
