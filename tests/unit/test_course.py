@@ -76,7 +76,7 @@ def test_every_exercise_of_the_course_has_a_section_where_it_is_solved():
     topic = "solutions/01_processes_and_collectives.ipynb"
     found = course.solution_of("1.1", folder)
     assert found.place == f"{topic}, section 4"
-    assert found.address.startswith(f"../{topic}#heading=4.-")
+    assert found.address == f"../{topic}#cell-id=section-4"
 
 
 def test_the_folder_is_found_from_the_course_from_the_notebooks_and_from_elsewhere(
