@@ -35,7 +35,8 @@ def in_words(text: str) -> str:
 
 
 def _replaced(match: re.Match) -> str:
-    return match[1] or plain((match[2] or match[3]).strip())
+    is_code = match[1] is not None
+    return match[0] if is_code else plain((match[2] or match[3]).strip())
 
 
 def plain(latex: str) -> str:
@@ -52,7 +53,9 @@ def _as_text(match: re.Match) -> str:
 
 def _character(match: re.Match) -> str:
     """XML knows five names of characters, HTML some two thousand."""
-    return match[0] if match[1] in _OF_XML else html5.get(f"{match[1]};", match[0])
+    if match[1] in _OF_XML:
+        return match[0]
+    return html5.get(f"{match[1]};") or match[0]
 
 
 def _kind(node: ET.Element) -> str:
