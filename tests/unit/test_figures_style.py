@@ -87,6 +87,10 @@ FIGURES = {
     "formats": lambda alt: plot.formats({"float16": (5, 10)}, alt=alt),
     "fp8_linear": lambda alt: plot.fp8_linear(alt=alt),
     "scale_blocks": lambda alt: plot.scale_blocks({"one": (8, 8), "tiles": (1, 4)}, alt=alt),
+    "expert_rows": lambda alt: plot.expert_rows([[2, 0], [0, 3]], 4, alt=alt),
+    "expert_loads": lambda alt: plot.expert_loads(
+        {"one": [[0.5, 0.5], [0.4, 0.6]]}, width=1, alt=alt
+    ),
     "fragments": lambda alt: plot.fragments([[(1, True), (2, False)], [(2, False)]], 3, alt=alt),
     "fusion": lambda alt: plot.fusion(["* 2", "+ 1"], alt=alt),
     "gradient_range": lambda alt: plot.gradient_range(

@@ -25,6 +25,7 @@ from labcode.teach.figures.data_parallel import (
 )
 from labcode.teach.figures.debugging import reduction_groups, spread_of_parts, watched_layer
 from labcode.teach.figures.equal_training import epochs, losses_of_ranks, off_one_process
+from labcode.teach.figures.experts import expert_loads, expert_rows
 from labcode.teach.figures.fragments import fragments
 from labcode.teach.figures.grid import grid
 from labcode.teach.figures.jobs import launch_chain, second_attempt
@@ -83,6 +84,8 @@ __all__ = [
     "delayed_scaling",
     "digits",
     "epochs",
+    "expert_loads",
+    "expert_rows",
     "format_ranges",
     "formats",
     "fp8_linear",
