@@ -308,7 +308,7 @@ for load in lab.LOADS:
 # expert without rows still takes part, and gets a gradient of zeros.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* The usual mistakes in 24.3: the second sorting is forgotten, which goes unnoticed as long as
+# *For the instructor.* To be expected in 24.3: the second sorting is forgotten, which goes unnoticed as long as
 # each rank keeps a single expert; `order` is undone by indexing with `order` once more; `theirs` is summed over the
 # wrong dim. Ask: what would be different with a capacity? (Only `order` is shorter; lesson 23, section 4.)
 
@@ -563,8 +563,9 @@ for name in lab.CONFIGURATIONS:
 # %% [markdown]
 # ## 5. What it costs (core, 14 min)
 #
-# A rank has T k rows of H numbers with b bytes each. If the router spreads them evenly, (ep-1)/ep of them leave the
-# rank. So one all-to-all sends T k H b (ep-1)/ep bytes from each rank. There are two in forward, and two in backward.
+# A rank has T k rows of H numbers with b bytes each. Assume that the router spreads them evenly over all experts. What
+# is for an expert of the rank itself stays there. All other rows travel to their experts and back, and in backward
+# their gradients do so as well.
 #
 # **Predict.** For our layer with T = 24, k = 2, H = 16, float64 and ep = 4: how many all-to-alls does a rank start in
 # forward and backward, with that of the counts? And how many bytes leave it in all, without the counts?
@@ -592,8 +593,8 @@ compare("all-to-alls", number_of_all_to_alls, counts[0], within=1, found="counte
 compare("bytes", bytes_that_leave, bytes_of_a_rank, unit="B", within=1.1)
 
 # %% [markdown]
-# The message does not get smaller with more ranks, as those of a ring per rank do; and all of it is on the way while
-# the experts wait. So the link matters. Let a node have two of our four ranks.
+# One all-to-all sends T k H b (ep-1)/ep bytes from each rank. More ranks do not make that smaller, and while the rows
+# travel the experts have nothing to do. So the link matters. Let a node have two of our four ranks.
 #
 # **Predict.** Which fraction of the rows goes to the **other** node?
 
@@ -664,9 +665,9 @@ plot.bars(table, caption="24.arrived")
 # ### Or let the weights travel
 #
 # There is another way to have experts that do not fit: ZeRO-3 cuts all weights over dp, and gathers them where they are
-# used (lesson 13). Then tokens stay. Each layer's experts are gathered in forward and once more in backward, and their
-# gradients are reduce-scattered: three times E · 3 H F numbers, times (p-1)/p. ep sends four times T k H numbers, times
-# (p-1)/p. H and b drop out, and so does (p-1)/p.
+# used (lesson 13). Then tokens stay. Take experts with three matrices of H × F, as SwiGLU has them. Each layer's
+# experts are gathered in forward and once more in backward, and their gradients are reduce-scattered: three times E · 3
+# H F numbers, times (p-1)/p. ep sends four times T k H numbers, times (p-1)/p. H and b drop out, and so does (p-1)/p.
 #
 # **Predict.** For E = 4 experts with F = 32 features inside, and k = 2: with how many tokens on a rank do both send the
 # same?
@@ -700,9 +701,9 @@ for tokens, num_bytes in zip(TRIED, rows_bytes):
 # the most rows sets the pace. Moving rows is cheaper than moving weights below 9 E F / (4 k) tokens on a rank.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* For rank 1 many say "four times the mean" and forget that k = 2 halves what expert 3 can get.
-# Ask: what is the break-even for experts with two matrices? (6 E F / (4 k).) And with ZeRO-3 that keeps the weights
-# until backward is done? (Two thirds of it: one gather is saved.)
+# *For the instructor.* For rank 1 "four times the mean" is a likely answer; it forgets that k = 2 halves what expert 3
+# gets. Ask: what is the break-even for experts with two matrices? (6 E F / (4 k).) And with ZeRO-3 that keeps the
+# weights until backward is done? (Two thirds of it: one gather is saved.)
 
 # %% [markdown]
 # ## 6. A clinic (core, 6 min)
@@ -749,6 +750,9 @@ diagnoses = {"A": "group", "B": "detached", "C": "skipped"}
 check("24.5", diagnoses)
 
 # %% [markdown]
+# C is silent here because our tokens want a gradient, as they do above other layers. Where nothing below is trained, a
+# rank like that has no graph at all: it is missing in the all-to-alls of backward, and the others wait for ever.
+#
 # Nothing of this is seen in a loss. What finds it is a comparison of **gradients** with one process, tensor by tensor,
 # with a load that is not friendly.
 #
