@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labcode.comm.grid import Grid
+from labcode.topology import GridShape
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,34 @@ class ParamSharding:
             parts = _gather_parts(part, shard, shape, grid.group(axis))
             part = shard.join(parts, shape)
         return part
+
+
+def placement(sharding: ParamSharding, shape: GridShape) -> str:
+    """Where a weight lives, in the words of DTensor: "Shard(0) over ep, Shard(2) over tp".
+
+    The axes come in the order in which they cut it. Axes of one rank cut nothing and are left out;
+    over all others the weight is replicated.
+
+    Held by: tests/unit/test_placement.py
+    """
+    cuts = []
+    for axis, shard in sharding.shards.items():
+        if shape.size(axis) > 1:
+            cuts.append(f"Shard({shard.dim}) over {axis}")
+    return ", ".join(cuts) or "replicated"
+
+
+def gradient_axes(sharding: ParamSharding, shape: GridShape) -> tuple[str, ...]:
+    """The axes over whose ranks the gradient of a weight is summed.
+
+    Those of dp and cp, which hold other tokens; and of tp where its ranks see a part each. An
+    expert gets the tokens of all ranks of ep where it is kept, so that of dp edp is left.
+
+    Held by: tests/unit/test_placement.py
+    """
+    data = "edp" if "ep" in sharding.shards and shape.ep > 1 else "dp"
+    axes = (data, *sharding.partial_over)
+    return tuple(axis for axis in axes if shape.size(axis) > 1)
 
 
 class FullWeight(NamedTuple):

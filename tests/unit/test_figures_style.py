@@ -80,6 +80,9 @@ FIGURES = {
     "tokens_that_hide": lambda alt: plot.tokens_that_hide(4e14, {"a": 5e10}, alt=alt),
     "hybrid_sharding": lambda alt: plot.hybrid_sharding(2, 4, alt=alt),
     "boxes": lambda alt: plot.boxes([((0, 0), (2, 4))], ((1, 1), (1, 3)), alt=alt),
+    "row_exchange": lambda alt: plot.row_exchange(
+        [{"a": (0, 1)}, {"b": (1, 2)}], experts_per_rank=2, alt=alt
+    ),
     "runs": lambda alt: plot.runs({"a run": [("work", 0, 60), ("save", 60, 65)]}, alt=alt),
     "save_steps": lambda alt: plot.save_steps({"before": {"step-4": "whole"}}, alt=alt),
     "delayed_scaling": lambda alt: plot.delayed_scaling([1, 1, 4, 1, 1], history=2, alt=alt),

@@ -55,6 +55,7 @@ from labcode.teach.figures.profile import memory_timeline, step_breakdown
 from labcode.teach.figures.progress import progress
 from labcode.teach.figures.rank_order import digits, links
 from labcode.teach.figures.ring_attention import ring_attention, ring_gradients, ulysses
+from labcode.teach.figures.row_exchange import row_exchange
 from labcode.teach.figures.sharded import hybrid_sharding, tokens_that_hide, zero, zero_steps
 from labcode.teach.figures.survival import boxes, runs, save_steps
 from labcode.teach.figures.tensor_flow import column_then_row, layouts, tensor_parallel_mlp
@@ -118,6 +119,7 @@ __all__ = [
     "ring_attention",
     "ring_gradients",
     "rounds",
+    "row_exchange",
     "runs",
     "sample_weights",
     "save_steps",
