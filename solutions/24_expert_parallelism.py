@@ -31,6 +31,7 @@
 # **Time**: 94 minutes. Good places for a break are after sections 2 and 4.
 #
 # **Needs**: lesson 01 (sections 1, 2), lesson 04 (section 1), lesson 09 (sections 1, 2) and lesson 23 (sections 2, 5).
+# For section 3 also lesson 08 (section 2); for section 4 also lesson 10 (section 3).
 
 # %%
 import torch
@@ -229,10 +230,10 @@ gradient_of_idle = "zeros"
 from labcode.teach.labs import l24_by_hand as by_hand
 from labcode.teach.labs import l24_experts as lab
 
-EVERYTHING = "expert 3 gets everything"
-matrix = torch.tensor(ranks.run(lab.rows_sent, EVERYTHING, 1))  # from rank i to rank j
+ALL_FIRST = "all choose expert 3 first"
+matrix = torch.tensor(ranks.run(lab.rows_sent, ALL_FIRST, 1))  # from rank i to rank j
 compare("rows that arrive", rows_of_ranks, matrix.sum(0).tolist())
-gradients = ranks.run(lab.step, by_hand.expert_layer, 4, EVERYTHING, 1)
+gradients = ranks.run(lab.step, by_hand.expert_layer, 4, ALL_FIRST, 1)
 kinds = [lab.kind_of(each["up"]) for each in gradients]
 compare("gradient on rank 0", gradient_of_idle, kinds[0], options=lab.KINDS)
 print("on all ranks:", kinds)
@@ -842,7 +843,7 @@ print("with PyTorch's functional collective, right to 1e-12:", ", ".join(right))
 # | how rows travel | `--moe-token-dispatcher-type alltoall` | |
 #
 # What a GPU changes: the splits are needed as Python numbers, so `.tolist()` waits for the device in every layer. And a
-# loop over experts becomes one grouped matmul (`torch._grouped_mm`; Megatron-LM's `--moe-grouped-gemm`).
+# loop over experts becomes one grouped matmul (`torch.nn.functional.grouped_mm`; Megatron-LM's `--moe-grouped-gemm`).
 #
 # ## Questions (core, 4 min)
 #

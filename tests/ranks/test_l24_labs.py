@@ -16,7 +16,7 @@ def test_the_layer_of_the_lesson_is_that_of_one_process(ranks4, load, ep):
 
 
 def test_one_expert_can_get_nothing_or_everything(ranks4):
-    sent = ranks4.run(lab.rows_sent, "expert 3 gets everything", 1)
+    sent = ranks4.run(lab.rows_sent, "all choose expert 3 first", 1)
     assert sent == [[0, lab.TOKENS, 0, 0]] * 4
     up = lab.alone(by_hand.layer_alone, "expert 3 gets nothing")["up"]
     assert [lab.kind_of(grad) for grad in up] == ["other"] * 3 + ["zeros"] + ["other"] * 4
