@@ -199,4 +199,4 @@ class GridShape:
 def _check_axes(axes: Iterable[str], known: tuple[str, ...] = AXES) -> None:
     for axis in axes:
         if axis not in known:
-            raise ValueError(f"there is no axis {axis!r}: the axes are {', '.join(AXES)}")
+            raise ValueError(f"there is no axis {axis!r}: the axes are {', '.join(known)}")

@@ -176,9 +176,10 @@ class GatherAttention(_ContextAttention):
         # equal parts, as a collective wants them: [2, B, K, longest, D]
         kv = F.pad(kv, (0, 0, 0, longest - k.shape[2]))
         # Its backward is a reduce-scatter: every rank's queries have used the whole K and V, and a
-        # key's gradient is the sum over all of them.
-        kv = collectives.all_gather(kv, self.group, 3)  # [2, B, K, p * longest, D]
-        whole_k, whole_v = _in_order(kv, runs_of, longest).unbind(0)  # [B, K, S, D]
+        # key's gradient is the sum over all of them. What is gathered has no name, so that it is
+        # gone, once it is in order, before attention needs memory: [2, B, K, p * longest, D]
+        whole = _in_order(collectives.all_gather(kv, self.group, 3), runs_of, longest)
+        whole_k, whole_v = whole.unbind(0)  # [B, K, S, D]
         if not self.causal:
             return self._attend(q, whole_k, whole_v)
 

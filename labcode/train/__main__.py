@@ -67,7 +67,7 @@ def _check_for_one_process(config: Config, args: Sequence[str]) -> None:
         args: Of the command line that asks for it.
     """
     parallel = config.parallel
-    needed = parallel.replica.world_size * (parallel.dp or 1)
+    needed = parallel.replica.world_size * (parallel.dp or parallel.ep)
     try:
         combinations.check(config, needed)  # first what more ranks would not mend
     except ValueError as error:

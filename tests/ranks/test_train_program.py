@@ -185,7 +185,7 @@ def test_an_existing_folder_is_never_overwritten_silently(tmp_path):
         (["gpt_tini"], "unknown recipe 'gpt_tini': did you mean gpt_tiny?"),
         (["gpt_tiny", "--train.stepz", "1"], "did you mean --train.steps?"),
         (["gpt_tiny", "--data.path", "nowhere.txt"], "nowhere.txt"),
-        (["gpt_tiny", "--data.path", "empty.txt"], "empty.txt is empty"),
+        (["gpt_tiny", "--data.path", "empty.txt"], "empty.txt is an empty file"),
         (["gpt_tiny", "--data.path", "short.txt"], "short.txt is too short"),
         (["vit_tiny", "--data.path", "corrupt.zarr"], "corrupt.zarr"),
         (["vit_tiny", "--model.patch_size", "7"], "is not a multiple of patch_size=7"),

@@ -265,6 +265,11 @@ def test_one_process_is_told_how_to_start_as_many_as_the_grid_has(monkeypatch, c
         "torchrun --nproc-per-node=2 -m labcode.train gpt_tiny --parallel.tp 2 "
         "--train.out 'my runs/1'\n"
     )
+    assert train.main(["gpt_moe_tiny", "--parallel.ep", "2"]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith(
+        ": torchrun --nproc-per-node=2 -m labcode.train gpt_moe_tiny --parallel.ep 2\n"
+    )
 
 
 def test_what_no_number_of_ranks_mends_comes_without_a_launch(monkeypatch, capsys):
