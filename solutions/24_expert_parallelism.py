@@ -25,10 +25,10 @@
 # - dispatch rows to experts on other ranks with an uneven all-to-all, and write its backward;
 # - hold the layer to one process, also where an expert gets nothing and where one gets everything;
 # - say over which group each gradient is summed, by what it is divided, and what a norm for clipping counts;
-# - say why the router stands before the gate of tp, and read where each tensor of a model lives;
+# - say why the router stands before the all-gather of tp, and read where each tensor of a model lives;
 # - predict the bytes of a layer, and say when it is cheaper to move weights than tokens.
 #
-# **Time**: 94 minutes. Good places for a break are after sections 2 and 4.
+# **Time**: 121 minutes. Good places for a break are after sections 2 and 4.
 #
 # **Needs**: lesson 01 (sections 1, 2), lesson 04 (section 1), lesson 09 (sections 1, 2) and lesson 23 (sections 2, 5).
 # For section 3 also lesson 08 (section 2); for section 4 also lesson 10 (section 3).
@@ -46,7 +46,7 @@ from labcode.topology import GridShape
 ranks = Ranks(4)
 
 # %% [markdown]
-# ## 1. Rows travel (core, 18 min)
+# ## 1. Rows travel (core, 22 min)
 #
 # With 8 experts and ep = 4, rank 0 keeps the experts 0 and 1, rank 1 keeps 2 and 3, and so on: each rank keeps
 # **neighbours**. Every rank has tokens of its own, as in data parallelism. In lesson 23 a **row** was one token on its
@@ -73,8 +73,8 @@ plot.row_exchange(
 # 3. **Sort by expert again**. What arrives is sorted by sender, and inside of each piece by expert. But an expert wants
 #    all of its rows as one matrix.
 #
-# A rank knows what it sends. What it receives, others decide. So a small, even all-to-all comes first: each rank tells
-# each other one how many rows it will send to **each of its experts**. That is E numbers.
+# A rank knows what it sends. What it receives, others decide. So a small, even all-to-all comes first: a rank tells each
+# other rank how many rows to expect for **each of that rank's experts**. In all it tells E numbers.
 #
 # Take four ranks, eight experts, and these counts of rows for each expert:
 #
@@ -183,11 +183,13 @@ check("24.2", MyExchange, ranks)
 # no backward? (Counts are whole numbers; nothing that is trained follows from them smoothly.)
 
 # %% [markdown]
-# ## 2. The layer (core, 18 min)
+# ## 2. The layer (core, 30 min)
 #
 # Now the layer around the journey. It has a router [H, E], and for each expert two matrices with a gelu between them.
 # `route` is the router of lesson 23. `layer_alone` is the whole layer where all experts are at hand; it lets every
-# expert work on all tokens, and multiplies with weights that are mostly zero. That is slow, and easy to trust.
+# expert work on all tokens, and multiplies with weights that are mostly zero. That is slow, and easy to trust. Later
+# cells import these functions as `by_hand`, together with our solutions of the exercises, so that the lesson runs
+# without yours as well.
 
 # %% tags=["by-hand"]
 def route(x, router, k):
@@ -216,7 +218,7 @@ def layer_alone(x, router, up, down, k):
 
 # %% [markdown]
 # What happens to an expert that no token has chosen? `rows.split` gives it a matrix of zero rows, [0, H]. PyTorch
-# multiplies that as any other, gets zero rows, and notes it for backward.
+# multiplies that as any other, and gets zero rows.
 #
 # **Predict.** Let one expert get everything: four ranks with 24 tokens each, k = 1, and all choose expert 3. How many
 # rows arrive at the ranks 0, 1, 2 and 3? And on rank 0, after backward, is the gradient of `up` "None", "zeros" or
@@ -246,9 +248,9 @@ print("on all ranks:", kinds)
 # %% [markdown] tags=["exercise"]
 # ### Exercise 24.3 · The layer
 #
-# `x` [T, H] holds this rank's tokens; `router` is whole on every rank; `up` [E/p, H, F] and `down` [E/p, F, H] are this
-# rank's experts. `exchange(rows, sent, received, group)` is your `MyExchange` as a function. What is missing is the way
-# there and back:
+# The group has p ranks. `x` [T, H] holds this rank's tokens; `router` is whole on every rank; `up` [E/p, H, F] and
+# `down` [E/p, F, H] are this rank's experts. `exchange(rows, sent, received, group)` does what your `MyExchange` does.
+# What is missing is the way there and back:
 #
 # 1. sort the rows by expert. Row r is choice number `order[r]` of the flattened `chosen`, so it belongs to token
 #    `order[r] // k`;
@@ -314,7 +316,7 @@ for load in lab.LOADS:
 # wrong dim. Ask: what would be different with a capacity? (Only `order` is shorter; lesson 23, section 4.)
 
 # %% [markdown]
-# ## 3. Which sums over which group (core, 18 min)
+# ## 3. Which sums over which group (core, 24 min)
 #
 # Let us have replicas: four ranks of dp, but ep = 2. Then each expert is there twice, and a third group matters:
 # **edp**, the ranks of dp that keep the same experts. ep · edp = dp.
@@ -400,11 +402,12 @@ print("on the four ranks:", ", ".join(f"{fraction:.3f}" for fraction in fraction
 #
 # After backward, each parameter of the two lists has the gradient that backward left in it. `dense` are those that
 # every rank of dp has; `experts` are this rank's experts. `dp`, `ep` and `edp` are process groups. Make each gradient
-# that of the mean loss over dp, in place, and return the norm of the whole gradient: a tensor with one number, the same
-# on all ranks.
+# that of the mean loss over dp, in place, and return the norm of all of them, as if one process had them: a tensor with
+# one number, the same on all ranks of dp.
 #
-# Each rank may send each gradient once, and one number for the norm. The check uses other sizes than four and two, and
-# two stages of a pipeline, which have groups and gradients of their own.
+# It is enough that a rank sends each gradient once, and one number for the norm. The check uses other sizes than four
+# and two. It also runs two such sets of ranks side by side, as two stages of a pipeline: each set has gradients and a
+# norm of its own.
 
 # %% tags=["by-hand", "exercise"]
 def finish_gradients(dense, experts, dp, ep, edp):
@@ -464,7 +467,7 @@ compare("ep = 2", bytes_ep_2, ranks.run(reduced_bytes, 2)[0], unit="B", within=1
 # step.)
 
 # %% [markdown]
-# ## 4. Experts and tensor parallelism (core, 10 min)
+# ## 4. Experts and tensor parallelism (core, 14 min)
 #
 # An expert's matrices can also be cut inside, over tp, as those of an MLP in lesson 09. Which of the two comes first?
 #
@@ -478,15 +481,15 @@ compare("ep = 2", bytes_ep_2, ranks.run(reduced_bytes, 2)[0], unit="B", within=1
 # can still be cut by ep alone; Megatron-LM's `--expert-tensor-parallel-size 1` says that.
 #
 # If tp does cut the experts, one thing goes wrong easily. Under sequence parallelism a rank of tp holds a part of the
-# tokens. In front of the experts stands the **gate**, an all-gather: behind it each rank has all tokens, and computes a
-# partial sum of each output. Where does the router belong? Here are both places.
+# tokens between the layers. In front of the experts stands an all-gather: behind it each rank has all tokens, and
+# computes a partial sum of each output. Where does the router belong? Here are both places.
 
 # %%
 from labcode.comm.collectives import all_gather, copy_to, reduce_scatter
 from labcode.teach.labs.l24_by_hand import route, sum_of_all
 
 
-def router_before_the_gate(x, router, up, down, k, tp):
+def router_before(x, router, up, down, k, tp):
     """[T/tp, H] -> [T/tp, H]; `up` and `down` hold some features of all experts."""
     weights, chosen = route(x, router, k)
     x = all_gather(x, tp, 0)
@@ -494,7 +497,7 @@ def router_before_the_gate(x, router, up, down, k, tp):
     chosen = all_gather(chosen, tp, 0)
     return reduce_scatter(sum_of_all(x, weights, chosen, up, down), tp, 0)
 
-def router_behind_the_gate(x, router, up, down, k, tp):
+def router_behind(x, router, up, down, k, tp):
     """The same output."""
     x = all_gather(x, tp, 0)
     weights, chosen = route(x, router, k)
@@ -502,43 +505,50 @@ def router_behind_the_gate(x, router, up, down, k, tp):
     return reduce_scatter(sum_of_all(x, weights, chosen, up, down), tp, 0)
 
 # %% [markdown]
-# The weights are multiplied with partial sums, so their gradient is a partial sum as well, and they need an operator
-# that adds it up in backward. In the first function that is the all-gather, whose backward is a reduce-scatter: a rank
-# gets the whole gradient for **its** tokens. In the second one it is f of lesson 09, `copy_to`: each rank gets the
-# whole gradient for **all** tokens. After backward the router's gradient is summed over tp in both cases, together with
-# those of the norms, which under sequence parallelism see a part of the tokens each.
+# The weights are multiplied with partial sums, so their gradient is a partial sum as well, and somebody has to add it
+# up over tp. In the first function the all-gather of the weights does it, whose backward is a reduce-scatter: a rank
+# gets the whole gradient for **its** tokens. In the second one it is f of lesson 09, `copy_to`, whose backward is an
+# all-reduce: each rank gets the whole gradient for **all** tokens. After backward the router's gradient is summed over
+# tp in both cases, together with those of the norms, which under sequence parallelism see a part of the tokens each.
 #
-# **Predict.** With tp = 2, how many times too long is the router's gradient, if the router stands before the gate, and
-# if it stands behind it?
+# **Predict.** With tp = 2, how many times too long is the router's gradient, if the router stands before the
+# all-gather, and if it stands behind it? And what flows back into `x`, to the layers below: is it right in "both", in
+# "before" alone, in "behind" alone, or in "none" of them?
 
 # %% tags=["predict"]
 times_before = 1
 times_behind = 2
+x_is_right_in = "before"
 
 # %% tags=["nbval-check-output"]
 from labcode.teach.labs import l24_by_hand as by_hand
 from labcode.teach.labs import l24_experts as lab
 
-expected = lab.alone(by_hand.layer_alone)["router"]
-
-def times_on_tp(layer):
-    """How many times as long the router's gradient is as that of one process."""
-    found = ranks.run(lab.router_gradient_on_tp, layer)[0]
-    return round((found.norm() / expected.norm()).item(), 9)
-
-before = times_on_tp(router_before_the_gate)
-behind = times_on_tp(router_behind_the_gate)
-compare("before", times_before, before, within=1)
-compare("behind", times_behind, behind, within=1)
+truth = lab.alone(by_hand.layer_alone)
+before = ranks.run(lab.errors_on_tp, router_before, truth)[0]
+behind = ranks.run(lab.errors_on_tp, router_behind, truth)[0]
+compare("before", times_before, before["router"], within=1)
+compare("behind", times_behind, behind["router"], within=1)
+PLACES = {"before": before, "behind": behind}
+right = [name for name, found in PLACES.items() if found["x is off"] < 1e-12]
+answer = {0: "none", 2: "both"}.get(len(right), "".join(right))
+compare("x is right in", x_is_right_in, answer, options=("both", *PLACES, "none"))
+print(f"behind, the gradient of x is off by {behind['x is off']:.2f} of its length")
 
 # %% [markdown]
-# Without the sum over tp the second one would be right, but then the router must be taken out of that sum. And if its
-# `copy_to` is left out as well, each rank has a part of the gradient that nobody adds up. That is what torchtitan had
-# in February 2026 (issue 2387: "I can't think of a worse class of bugs for MoEs") and in another place until August
-# (pull request 4054). So there are three ways to have a wrong router, and all of them have the right loss.
+# Behind, the gradient of the scores goes through `copy_to` and then through the all-gather of `x`, and **both** add up
+# over tp. So the part of x's gradient that comes from the router is counted twice, in this layer and in each one below
+# it. To take the router's weight out of the sum over tp, which looks like a cure, mends its own gradient and not that
+# of x. To leave out `copy_to` mends both: then the all-gather of x and the sum over tp add once each.
 #
-# labcode puts the router before the gate. Where does each tensor live then, and over which axes is its gradient summed?
-# Both follow from the `ParamSharding` that labcode keeps for each weight. The table asks it, for a GPT on four ranks.
+# So each path needs one sum over tp, and no second one. PyTorch's tools do not see which path has had it. torchtitan
+# had router gradients that nobody summed in February 2026 (issue 2387: "I can't think of a worse class of bugs for
+# MoEs"), and until August gradients of everything below the experts that lacked a sum (pull request 4054). Each time
+# the loss of the first step was right.
+#
+# labcode puts the router before the all-gather. Where does each tensor live then, and over which axes is its gradient
+# summed? labcode keeps a `ParamSharding` for each weight, which says along which dim which axis cuts it: "Shard(0) over
+# ep" means that dim 0 is divided over the ranks of ep. The table asks it, for a GPT on four ranks.
 
 # %% tags=["nbval-check-output"]
 from labcode.teach.labs import l24_experts as lab
@@ -553,16 +563,16 @@ for name in lab.CONFIGURATIONS:
 # Dim 0 of `up` and `down` is the number of the expert. Under ZeRO-3 a rank keeps some of the rows of what is its own
 # otherwise: for an expert over edp, for everything else over dp.
 #
-# **Takeaway: ep cuts first, tp second. The router looks at a rank's own tokens, before the gate of tp; its weights pass
-# the gate with the tokens.**
+# **Takeaway: ep cuts first, tp second. The router looks at a rank's own tokens, and its weights pass the all-gather of
+# tp with the tokens: each path back is summed over tp once.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Draw the gate as a line, and ask of each tensor on which side it is made and on which side it is
-# used. A question for the room: qkv has no sum over tp, although its ranks see the same tokens; why? (They hold
+# *For the instructor.* Draw the all-gather as a line, and ask of each tensor on which side it is made and on which side
+# it is used. A question for the room: qkv has no sum over tp, although its ranks see the same tokens; why? (They hold
 # different columns; only replicated weights have copies that must agree.)
 
 # %% [markdown]
-# ## 5. What it costs (core, 14 min)
+# ## 5. What it costs (core, 15 min)
 #
 # A rank has T k rows of H numbers with b bytes each. Assume that the router spreads them evenly over all experts. What
 # is for an expert of the rank itself stays there. All other rows travel to their experts and back, and in backward
@@ -625,8 +635,8 @@ computing_s = rows * 6 * H * INSIDE / dgx.gpu.layer_flops_per_s("bfloat16")
 print(f"two all-to-alls {1e3 * sending_s:.1f} ms, experts {1e3 * computing_s:.1f} ms")
 
 # %% [markdown]
-# Sending would take four times as long as computing. DeepSeek-V3 therefore lets a token go to experts on at most 4
-# nodes, sends it to each of them **once** and copies it there over NVLink, sends 8-bit numbers on the way there, and
+# Whatever T is, sending would take four times as long as computing. DeepSeek-V3 therefore lets a token go to experts on
+# at most 4 nodes, sends it to each of them **once** and copies it there over NVLink, sends 8-bit numbers on the way there, and
 # computes another micro-batch meanwhile (sections 2.1.2, 3.2 and 3.3 of its report).
 #
 # ### Imbalance
@@ -712,7 +722,7 @@ for tokens, num_bytes in zip(TRIED, rows_bytes):
 # Three colleagues have built this layer, each with one mistake. They have ep = 2 and dp = 4, k = 1, and their gradients
 # are summed already. The numbers below stand beside one process: how far the loss is off, and how many times as long as
 # it should be the gradient of each tensor is. If the ranks differ, all four are given; "none" is a gradient that is
-# `None`.
+# `None`, and 0 one that is zero and should be.
 #
 # | name | what could be wrong |
 # |---|---|
@@ -751,8 +761,8 @@ diagnoses = {"A": "group", "B": "detached", "C": "skipped"}
 check("24.5", diagnoses)
 
 # %% [markdown]
-# C is silent here because our tokens want a gradient, as they do above other layers. Where nothing below is trained, a
-# rank like that has no graph at all: it is missing in the all-to-alls of backward, and the others wait for ever.
+# C does not hang here, because `x` wants a gradient, as it does in a layer that stands on others. Where `x` wants none,
+# the all-to-alls of such a rank are not in its graph: it is missing in those of backward, and the others wait for ever.
 #
 # Nothing of this is seen in a loss. What finds it is a comparison of **gradients** with one process, tensor by tensor,
 # with a load that is not friendly.
@@ -877,7 +887,8 @@ print("with PyTorch's functional collective, right to 1e-12:", ", ".join(right))
 # Otherwise its experts have no gradient, and it may be missing in collectives of backward, in which the others wait.
 # </details>
 #
-# **5.** From lesson 09: where does f belong, and which tensors pass it in front of experts that tp cuts?
+# **5.** From lesson 09: where does f belong, and which tensors pass it in front of experts that tp cuts, if there is no
+# sequence parallelism and the router stands before it?
 #
 # <details><summary>Answer</summary>
 #
@@ -894,7 +905,7 @@ print("with PyTorch's functional collective, right to 1e-12:", ", ".join(right))
 # | backward of the all-to-all | the same, with sent and received exchanged |
 # | gradient of an expert | summed over edp, divided by dp |
 # | norm | squares of experts summed over ep, everything else counted once |
-# | router and tp | before the gate; the weights pass it |
+# | router and tp | before the all-gather; the weights pass it with the tokens |
 # | bytes | four times T k H b (ep-1)/ep in a layer |
 # | rows or weights | equal at 9 E F / (4 k) tokens on a rank |
 #
@@ -910,7 +921,7 @@ print("with PyTorch's functional collective, right to 1e-12:", ", ".join(right))
 # - Megatron-LM, pull request 5916: <https://github.com/NVIDIA/Megatron-LM/pull/5916>: a norm without some of the
 #   experts.
 # - torchtitan, issue 2387: <https://github.com/pytorch/torchtitan/issues/2387>, and pull request 4054:
-#   <https://github.com/pytorch/torchtitan/pull/4054>: gradients of the router that nobody sums.
+#   <https://github.com/pytorch/torchtitan/pull/4054>: gradients of the router, and of what is below, that nobody sums.
 
 # %%
 ranks.close()

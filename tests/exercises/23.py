@@ -115,6 +115,16 @@ ROUTER = Answers(
     solves="route",
     takes_ranks=False,
     right={
+        "a dot product": changed(
+            "(fraction * scores.mean(0)).sum() => torch.dot(fraction, scores.mean(0))"
+        ),
+        "counted in a loop": changed(
+            "rows = torch.bincount(experts.flatten(), minlength=num_experts) => "
+            "rows = torch.zeros(num_experts)\n"
+            "    for number in range(num_experts):\n"
+            "        rows[number] = (experts == number).sum()",
+            "(fraction * scores.mean(0)).sum() => fraction @ scores.mean(0)",
+        ),
         "softmax of the chosen": softmax_of_the_chosen,
         "scatter": with_scatter,
         "loops": in_loops,
@@ -139,7 +149,14 @@ ROUTER = Answers(
             changed("fraction = rows / rows.sum() => fraction = rows / len(x)"),
             "k times as large",
         ),
-        "counts": (changed("fraction = rows / rows.sum() => fraction = rows"), "f counts rows"),
+        "counts": (changed("fraction = rows / rows.sum() => fraction = rows"), "f counts choices"),
+        "a mean over experts": (
+            changed(
+                "loss = num_experts * (fraction * scores.mean(0)).sum() "
+                "=> loss = (fraction * scores.mean(0)).mean()"
+            ),
+            "mean over the experts",
+        ),
         "first choices": (
             changed("experts.flatten(), min => experts[:, 0].contiguous(), min"),
             "only first choices",
@@ -229,6 +246,15 @@ BIAS = Answers(
     takes_ranks=False,
     right={"a mask": with_a_mask, "comparison": by_comparison, "one hot": with_one_hot},
     wrong={
+        "by the next bias": (
+            changed(
+                "return weights, experts, bias + step => bias = bias + step\n"
+                "    experts = (scores + bias).topk(top_k, dim=-1).indices\n"
+                "    chosen = scores.gather(-1, experts)\n"
+                "    return chosen / chosen.sum(-1, keepdim=True), experts, bias"
+            ),
+            "largest scores",
+        ),
         "no bias": (changed("(scores + bias).topk => scores.topk"), "does not know the bias"),
         "minus": (changed("(scores + bias) => (scores - bias)"), "more likely"),
         "in the weights": (
@@ -312,8 +338,26 @@ PARTS = "parts = back.view(len(x), top_k, -1) * weights[..., None]"
 THERE_AND_BACK = Answers(
     solves="through_experts",
     takes_ranks=False,
-    right={"index_add": with_index_add, "nonzero": with_nonzero, "copies": with_copies},
+    right={
+        "added to new zeros": changed(
+            "back = done[order.argsort()] => weighted = done * weights.flatten()[order, None]",
+            "parts = back.view(len(x), top_k, -1) * weights[..., None] => y = torch.zeros(x.shape)",
+            "return parts.sum(1) => return y.index_add(0, order // top_k, weighted)",
+        ),
+        "index_add": with_index_add,
+        "nonzero": with_nonzero,
+        "copies": with_copies,
+    },
     wrong={
+        "weighted before": (
+            changed(
+                "done = mlps(x[order // top_k], counts) => "
+                "done = mlps(x[order // top_k] * weights.flatten()[order, None], counts)",
+                "back.view(len(x), top_k, -1) * weights[..., None] => back.view(len(x), top_k, -1)",
+            ),
+            "weights come after the experts",
+        ),
+        "the mean": (changed("return parts.sum(1) => return parts.mean(1)"), "is no sum"),
         "not sorted": (
             changed("order = flat.argsort(stable=True) => order = torch.arange(len(flat))"),
             "not sorted by expert",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labcode.comm.collectives import all_gather, reduce_scatter
+from labcode.comm.collectives import all_gather, copy_to, reduce_scatter
 from labcode.teach.labs import l24_by_hand as by_hand
 from labcode.teach.labs import l24_experts as lab
 
@@ -37,6 +37,7 @@ def test_each_patient_has_what_the_table_says(ranks4):
     assert told["B", lab.LOADS[0]] == ["none", "1", "1"]
     assert told["C", lab.LOADS[0]] == ["1", "1", "1"]
     assert told["C", lab.LOADS[2]] == ["1", *["1 | none | 1 | none"] * 2]
+    assert told["A", lab.LOADS[2]] == ["1", *["2 | 0 | 2 | 0"] * 2]
 
 
 def before_the_gate(x, router, up, down, k, tp):
@@ -45,10 +46,24 @@ def before_the_gate(x, router, up, down, k, tp):
     return reduce_scatter(by_hand.sum_of_all(*entered, up, down), tp, 0)
 
 
+def behind_the_gate(x, router, up, down, k, tp, enter=lambda weights, tp: weights):
+    x = all_gather(x, tp, 0)
+    weights, chosen = by_hand.route(x, router, k)
+    return reduce_scatter(by_hand.sum_of_all(x, enter(weights, tp), chosen, up, down), tp, 0)
+
+
+def behind_with_copy_to(*args):
+    return behind_the_gate(*args, enter=copy_to)
+
+
 def test_the_router_on_tp(ranks4):
-    truth = lab.alone(by_hand.layer_alone)["router"]
-    for grad in ranks4.run(lab.router_gradient_on_tp, before_the_gate):
-        assert lab.relative_error(grad, truth) < 1e-12
+    """The weights pass one operator that sums their gradient over tp, and no second one."""
+    truth = lab.alone(by_hand.layer_alone)
+    for layer in (before_the_gate, behind_the_gate):
+        for found in ranks4.run(lab.errors_on_tp, layer, truth):
+            assert found["router is off"] < 1e-12 and found["x is off"] < 1e-12
+    for found in ranks4.run(lab.errors_on_tp, behind_with_copy_to, truth):
+        assert found["router"] == 2 and found["x is off"] > 0.1
 
 
 def test_where_the_weights_live(ranks4):

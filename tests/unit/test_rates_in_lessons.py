@@ -28,6 +28,7 @@ OTHER_FLOPS = {
     },
     "15": {153: "Narayanan et al. 2021, table 2"},
     "20": {230: "0.869 * 0.85 * 312, the rate of the planner's products"},
+    "23": {827: "labcode/assets/on_a_gpu.json: the large product"},
 }
 DATASHEETS = {  # GB/s each way or in all: NVIDIA's datasheets of A100, H100, GB200 NVL72
     300: "NVLink of an A100, each way",

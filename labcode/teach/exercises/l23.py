@@ -1,7 +1,8 @@
 """Checks of lesson 23: parameters of a mixture, router, bias, and the way through the experts."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,17 @@ from labcode.teach.labs import l23_experts as lab
 ROUNDED = 1e-9  # float64, added in another order
 IN_FLOAT32 = 1e-6  # a count divided by a count is float32
 CHANGED = "a tensor that was given has changed: work on new ones"
+
+
+@contextmanager
+def _float64() -> Iterator[None]:
+    """New tensors of an answer are float64, as those that it is given: fractions of counts too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 # ---- 23.1
@@ -102,7 +114,7 @@ def route(answer: Callable[..., Any]) -> None:
     for name, (x, weight, top_k) in _to_route().items():
         case = f"{name}: "
         given = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        with without(lab.route, moe.Router.forward, moe.Router.counts):
+        with _float64(), without(lab.route, moe.Router.forward, moe.Router.counts):
             result = due(answer(*given, top_k))
         found, experts, loss = _three(result, "weights, experts, loss")
         refuse({CHANGED: not torch.equal(given[0], x) or not torch.equal(given[1], weight)}, case)
@@ -114,8 +126,10 @@ def route(answer: Callable[..., Any]) -> None:
 
 
 def _three(result: Any, names: str) -> tuple[Any, Any, Any]:
-    if not isinstance(result, tuple | list) or len(result) != 3:
+    if not isinstance(result, tuple | list):
         raise Hint(f"return three things, {names}, not {type(result).__name__}")
+    if len(result) != 3:
+        raise Hint(f"return three things, {names}; you return {len(result)}")
     one, two, three = due(*result)
     return one, two, three
 
@@ -186,14 +200,15 @@ def _see_loss(case: str, loss: Any, scores: Tensor, experts: Tensor) -> None:
     truth = number * (f * mean).sum()
     mistakes = {
         "the factor E is missing": (f * mean).sum(),
-        "it is k times as large: f is a fraction of all rows, and a token has k of them": (
+        "it is k times as large: f is a fraction of all choices, and a token has k of them": (
             top_k > 1 and distance(loss.reshape(()), top_k * truth) < IN_FLOAT32
         ),
-        "f counts rows: divide by how many there are in all": number * (rows * mean).sum(),
+        "f counts choices: divide by how many there are in all": number * (rows * mean).sum(),
         "only first choices are counted in f": number * (first / first.sum() * mean).sum(),
         "P is the mean of all scores of an expert, and not only where it was chosen": number
         * (f * own.mean(0)).sum(),
         "P is made of the scores before the choice": number * (f * normed.mean(0)).sum(),
+        "that is a mean over the experts, and not E times the sum": (f * mean).mean(),
         "that is the sum of squares of f: where is P?": number * (f * f).sum(),
         "that is the sum of squares of P: where is f?": number * (mean * mean).sum(),
         "P is a mean over tokens, and not a sum": number * (f * scores.sum(0)).sum(),
@@ -265,10 +280,11 @@ def choose_with_bias(answer: Callable[..., Any]) -> None:
     """The learner's `choose_with_bias(scores, bias, top_k, rate)`."""
     for name, (scores, bias, top_k) in _to_choose().items():
         case = f"{name}: "
-        rate = 0.03
+        rate = 0.9 if name == "k = 1" else 0.03
         given = [scores.clone().requires_grad_(), bias.clone()]
         before = given[0].detach().clone()
-        with without(lab.choose_with_bias, moe.Router.forward, moe.Router.move_of_bias):
+        ours = (lab.choose_with_bias, moe.Router.forward, moe.Router.move_of_bias)
+        with _float64(), without(*ours):
             result = due(answer(*given, top_k, rate))
         found, experts, moved = _three(result, "weights, experts, the new bias")
         is_changed = not torch.equal(given[1], bias) or not torch.equal(given[0], before)
@@ -472,6 +488,11 @@ class _Experts:
                     rows, self.x.repeat(top_k, 1)[order]
                 ),
             }
+            own = self.x[tokens]
+            same_way = piece @ own.T / (piece.norm(dim=1)[:, None] * own.norm(dim=1))
+            mistakes["the rows are tokens times a number: the weights come after the experts"] = (
+                len(piece) == len(own) and bool((same_way.max(1).values > 1 - ROUNDED).all())
+            )
             refuse(mistakes, self.case)
             raise Hint(
                 f"{self.case}the rows of expert {number} are not its tokens {tokens.tolist()}: by "
@@ -494,7 +515,7 @@ def through_experts(answer: Callable[..., Any]) -> None:
         given = [x.clone().requires_grad_(), weights.clone().requires_grad_(), experts.clone()]
         kept = [one.detach().clone() for one in given]
         mlps = _Experts(case, x, experts, total)
-        with without(lab.through_experts, lab.in_a_loop, moe.dispatch, moe.combine):
+        with _float64(), without(lab.through_experts, lab.in_a_loop, moe.dispatch, moe.combine):
             found = due(answer(*given, mlps, total))
         is_changed = any(not torch.equal(one, two) for one, two in zip(given, kept))
         refuse({CHANGED: is_changed}, case)
@@ -532,6 +553,7 @@ def _see_output(case: str, found: Tensor, given: list[Tensor], mlps: _Experts) -
         mistakes = {
             "the weights are not used": _per_token(back, top_k).sum(1),
             "the mean of a token's rows is no weighted sum": _per_token(back, top_k).mean(1),
+            "the mean of the weighted rows is no sum": _per_token(weighted, top_k).mean(1),
             "the rows are weighted as the tokens stand, and lie sorted by expert": (
                 unsorted_weights
             ),
@@ -600,7 +622,7 @@ EXERCISES = {
     ),
     "23.4": Exercise(
         check=through_experts,
-        praise="the same as the loop over all experts, gradients included, with k / E of its FLOPs",
+        praise="the same as the loop over all experts, gradients included",
         hints=(
             "Number the T k rows as experts.flatten() does: row r is choice r % k of token r // k.",
             "order = experts.flatten().argsort(stable=True) lists the rows sorted by expert.",

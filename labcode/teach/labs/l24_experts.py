@@ -115,6 +115,7 @@ def step(layer: Layer, ep: int = 4, load: str = LOADS[0], k: int = 2) -> Gradien
     loss.backward()
     return {
         "loss": loss.detach(),
+        "x": own.x.grad,
         "router": own.router.grad,
         "up": own.up.grad,
         "down": own.down.grad,
@@ -161,11 +162,12 @@ def alone(layer_alone: Layer, load: str = LOADS[0], k: int = 2) -> dict[str, tor
         load, k: As of `step`.
     """
     whole = tensors(load)
-    weights = [each.clone().requires_grad_() for each in (whole.router, whole.up, whole.down)]
-    loss = loss_of(layer_alone(whole.x, *weights, k), whole.target)
+    read = [whole.x, whole.router, whole.up, whole.down]
+    read = [each.clone().requires_grad_() for each in read]
+    loss = loss_of(layer_alone(*read, k), whole.target)
     loss.backward()
     found = {"loss": loss.detach()}
-    for name, weight in zip(("router", "up", "down"), weights, strict=True):
+    for name, weight in zip(("x", "router", "up", "down"), read, strict=True):
         assert weight.grad is not None
         found[name] = weight.grad
     return found
@@ -182,6 +184,7 @@ def joined(results: Iterable[Gradients], ep: int = 4) -> dict[str, torch.Tensor]
     mean = {}
     for name in ("loss", "router"):
         mean[name] = torch.stack([there(each[name]) for each in of_ranks]).mean(0)
+    mean["x"] = torch.cat([there(each["x"]) for each in of_ranks]) / len(of_ranks)
     for name in ("up", "down"):
         parts = []
         for number in range(ep):
@@ -197,27 +200,42 @@ def there(value: torch.Tensor | None) -> torch.Tensor:
     return value
 
 
-def router_gradient_on_tp(layer: Layer, k: int = 2) -> torch.Tensor:
-    """The router's gradient, summed over tp = 2 and averaged over dp = 2.
+def errors_on_tp(layer: Layer, truth: dict[str, torch.Tensor], k: int = 2) -> dict[str, float]:
+    """What tp = 2 and dp = 2 make of the gradients of router and tokens, beside one process.
+
+    The router's gradient is summed over tp and averaged over dp.
 
     Args:
         layer: `layer(x, router, up, down, k, tp)` for a part of the tokens and of the features.
+        truth: The gradients of one process.
         k: Experts of a token.
+
+    Returns:
+        {"router": how many times as long, "router is off": relative error, "x is off": relative
+        error of what the layers below would get}
     """
     grid = Grid.create(GridShape(dp=2, tp=2))
-    number, size = grid.coord("tp"), grid.size("tp")
+    dp, tp = grid.coord("dp"), grid.coord("tp")
+    size = grid.size("tp")
     whole = tensors()
-    x = whole.x.chunk(2)[grid.coord("dp")].chunk(size)[number]
-    target = whole.target.chunk(2)[grid.coord("dp")].chunk(size)[number]
+    x = whole.x.chunk(2)[dp].chunk(size)[tp].clone().requires_grad_()
+    target = whole.target.chunk(2)[dp].chunk(size)[tp]
     router = whole.router.clone().requires_grad_()
-    up = whole.up.chunk(size, 2)[number]
-    down = whole.down.chunk(size, 1)[number]
+    up = whole.up.chunk(size, 2)[tp]
+    down = whole.down.chunk(size, 1)[tp]
     loss = loss_of(layer(x, router, up, down, k, grid.group("tp")), target) / size
     loss.backward()
     grad = there(router.grad)
     dist.all_reduce(grad, group=grid.group("tp"))
     dist.all_reduce(grad, group=grid.group("dp"))
-    return grad / grid.size("dp")
+    grad /= grid.size("dp")
+    # the loss of one process is the mean over the tokens of both ranks of dp
+    expected_x = truth["x"].chunk(2)[dp].chunk(size)[tp] * grid.size("dp")
+    return {
+        "router": round((grad.norm() / truth["router"].norm()).item(), 9),
+        "router is off": relative_error(grad, truth["router"]),
+        "x is off": relative_error(there(x.grad), expected_x),
+    }
 
 
 # ---- where each tensor of a model lives
@@ -411,11 +429,11 @@ def chart(results: list[Gradients], truth: dict[str, torch.Tensor], ep: int = 2)
 
 
 def _times(found: torch.Tensor | None, expected: torch.Tensor) -> float | None:
-    """How many times as long as it should be; 1 if both are zero."""
+    """How many times as long as it should be; 0 if both are zero, None if there is none."""
     if found is None:
         return None
     if not expected.any():
-        return 1.0 if not found.any() else float("inf")
+        return 0.0 if not found.any() else float("inf")
     return round((found.norm() / expected.norm()).item(), 3)
 
 
