@@ -114,7 +114,7 @@ WAYS: dict[str, Way] = {
     "experts": Way(
         "Mixture of experts, and experts on many ranks",
         {
-            "00": (1, 2),
+            "00": (1, 2, 3),
             "01": (1, 2, 3),
             "02": (1,),
             "03": (1,),
