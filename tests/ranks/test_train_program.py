@@ -345,5 +345,5 @@ def test_reading_metrics_forgives_a_line_cut_short_at_the_end_only(tmp_path):
     path.write_text('{"step": 1, "lo\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 1 is not JSON"):
         metrics.read(path)
-    with pytest.raises(ValueError, match="give the folder that a training run printed"):
+    with pytest.raises(ValueError, match="give the folder that a training printed"):
         metrics.read(tmp_path / "nowhere")
