@@ -541,10 +541,10 @@ print(f"behind, the gradient of x is off by {behind['x is off']:.2f} of its leng
 # it. To take the router's weight out of the sum over tp, which looks like a cure, mends its own gradient and not that
 # of x. To leave out `copy_to` mends both: then the all-gather of x and the sum over tp add once each.
 #
-# So each path needs one sum over tp, and no second one. PyTorch's tools do not see which path has had it. torchtitan
-# had router gradients that nobody summed in February 2026 (issue 2387: "I can't think of a worse class of bugs for
-# MoEs"), and until August gradients of everything below the experts that lacked a sum (pull request 4054). Each time
-# the loss of the first step was right.
+# So each path needs one sum over tp, and no second one, and with plain collectives nothing keeps track of which path has
+# had it. torchtitan had router gradients that nobody summed in February 2026 (issue 2387: "I can't think of a worse
+# class of bugs for MoEs"), and until August gradients of everything below the experts that lacked a sum (pull request
+# 4054). The loss of the first step is right in each of these cases, since only gradients are wrong.
 #
 # labcode puts the router before the all-gather. Where does each tensor live then, and over which axes is its gradient
 # summed? labcode keeps a `ParamSharding` for each weight, which says along which dim which axis cuts it: "Shard(0) over

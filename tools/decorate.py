@@ -32,7 +32,7 @@ _ADDRESS = re.compile(
 )
 _SECTION = re.compile(r"\b[Ll]esson\s+(\d\db?),\s+section\s+(\d+)\b")
 _SECTIONS = re.compile(
-    r"\b(\d\db?)(?:\s+\(|,\s+)sections?\s+\d+(?:(?:,\s+|\s+to\s+|\s+and\s+)\d+)*"
+    r"(?<![\w.])(\d\db?)(?:\s+\(|,\s+)sections?\s+\d+(?:(?:,\s+|\s+to\s+|\s+and\s+)\d+)*"
 )
 _SOURCES = re.compile(r"(?ms)(^## +Sources\b.*?)(?=^## |\Z)")
 

@@ -54,6 +54,13 @@ COUNTS = Answers(
         "two matrices": (changed("moe_layers * 3 => moe_layers * 2"), "not two"),
         "one layer": (changed("model.moe_layers * 3 => 3"), "experts of its own"),
         "no shared": (changed(f"{ALWAYS} => always = model.others"), "shared experts too"),
+        "the router too": (
+            changed(
+                f"{ALWAYS} => {ALWAYS}\n"
+                "    always += model.moe_layers * model.hidden_size * model.experts"
+            ),
+            "router is counted too",
+        ),
         "shared once": (
             changed("model.shared * one => model.shared * one // model.moe_layers"),
             "in each layer as well",

@@ -286,6 +286,14 @@ LAYER = Answers(
         ),
     },
     wrong={
+        "weights before the experts": (
+            changed(
+                "arrived = exchange(x[order // k], => "
+                "arrived = exchange(x[order // k] * weights.flatten()[order, None],",
+                f"{WEIGHTED} => weighted = back",
+            ),
+            "behind its expert",
+        ),
         "not sorted again": (
             changed("arrived[by_expert] => arrived", f"{UNDO} => pass"),
             "sorted by sender",
@@ -401,6 +409,22 @@ def finish_over_dp(dense, experts, dp, ep, edp):
     return squares.sqrt().item()
 
 
+def squares_before_the_sums(dense, experts, dp, ep, edp):
+    """The norm of what backward has left, whatever is done afterwards."""
+    of_experts = torch.zeros((), dtype=torch.float64)
+    for param in experts:
+        of_experts += param.grad.square().sum()
+    dist.all_reduce(of_experts, group=ep)
+    of_dense = sum(param.grad.square().sum() for param in dense)
+    for param in dense:
+        dist.all_reduce(param.grad, group=dp)
+        param.grad /= dp.size()
+    for param in experts:
+        dist.all_reduce(param.grad, group=edp)
+        param.grad /= dp.size()
+    return (of_dense + of_experts).sqrt()
+
+
 SUM_DENSE = "dist.all_reduce(param.grad, group=dp)"
 SUM_EXPERTS = "dist.all_reduce(param.grad, group=edp)"
 SUM_SQUARES = "dist.all_reduce(squares, group=ep)"
@@ -422,6 +446,7 @@ FINISH = Answers(
         ),
     },
     wrong={
+        "squares before the sums": (squares_before_the_sums, "not summed yet"),
         "divided by the replicas": (
             changed(
                 f"{SUM_EXPERTS}\n        param.grad /= dp.size() => {SUM_EXPERTS}\n"

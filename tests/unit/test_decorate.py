@@ -87,6 +87,7 @@ def test_what_is_no_source_stays(text):
         ("lesson 99, section 2", "lesson 99, section 2"),
         ("`lesson 04, section 2`", "`lesson 04, section 2`"),
         ("arXiv 2006.15704, section 3", "arXiv 2006.15704, section 3"),
+        ("PyTorch 2.04, section 3", "PyTorch 2.04, section 3"),
     ],
 )
 def test_sections_of_other_lessons_can_be_clicked(text, expected):

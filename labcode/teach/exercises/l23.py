@@ -75,6 +75,9 @@ def _count(case: str, found: Any, model: lab.Mixture, used: int) -> None:
         "an expert has three matrices, not two": float(
             model.others + layers * (used + model.shared) * one * 2 / 3
         ),
+        "the router is counted too: leave it out": float(
+            always + layers * (used * one + model.hidden_size * model.experts)
+        ),
         "each layer has experts of its own": float(model.others + (used + model.shared) * one),
         "every token goes through the shared experts too": model.shared > 0
         and float(found) == float(model.others + layers * used * one),

@@ -265,8 +265,8 @@ CASES = (
         1,
         (0.0, 0.0),
         "one expert on each rank, k = 1: ",
-        "is what comes back in the order in which it left, and does each row find its token and "
-        "its weight?",
+        "is what comes back in the order in which it left, and does each row find its token and, "
+        "behind its expert, its weight?",
     ),
     _Case(
         1,
@@ -357,7 +357,11 @@ def _layer_step(group: dist.ProcessGroup, layer: Callable[..., Any], case: _Case
     tensor(y, whole.x[number].shape)
     changed = [name for name, value in given.items() if not torch.equal(value, before[name])]
     refuse({CHANGED.format(" and ".join(changed)): changed})
-    refuse({"no gradient flows back from the output": not y.requires_grad})
+    no_way_back = (
+        "no gradient flows back from the output: is it detached, or does this rank leave before "
+        "the exchange when it has no rows?"
+    )
+    refuse({no_way_back: not y.requires_grad})
     with here().block("backward"):
         y.backward(whole.factors[number])
     grads = {}
@@ -644,6 +648,8 @@ def _is_norm(
     truth = (dense + whole).sqrt()
     norms = dense.sqrt() + of_ep.sqrt().sum()
     local = _squares([*_local(rank)[0], *_local(rank)[1]]).sqrt()
+    left_in_ep = torch.stack([_squares(_local(other)[1]) for other in ep]).sum()
+    before = (_squares(_local(rank)[0]) + left_in_ep).sqrt()
     mistakes = {
         "the norm counts the experts of this rank alone": (dense + own).sqrt(),
         "the norm counts the weights that all ranks have once for each rank of ep": (
@@ -663,6 +669,7 @@ def _is_norm(
         "only the experts are counted": whole.sqrt(),
         "only the weights that all ranks have are counted": dense.sqrt(),
         "that is the norm of what backward left, before the sums": local,
+        "the squares are those of gradients that are not summed yet": before,
     }
     off = f"the norm is {norm.item():.4g}, expected is {truth.item():.4g}"
     diagnose(about, norm, truth, mistakes, off, tolerance=1e-6)
