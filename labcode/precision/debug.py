@@ -89,17 +89,17 @@ def chosen_layers(
         PeerError: On the others.
     Held by: tests/ranks/test_debug.py::test_all_ranks_must_read_the_same_yaml
     """
-    blocks = on_every_rank(lambda: read(config, feature_dir))
+    blocks = on_every_rank(read, config, feature_dir)
     files: list[list[Block]] = [[]] * dist.get_world_size()
     dist.all_gather_object(files, blocks)
-    on_every_rank(lambda: _check_same(files, config))
+    on_every_rank(_check_same, files, config)
     names: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(names, list(_linear_layers(model)))
     known: dict[str, None] = {}
     for own in names:
         known |= dict.fromkeys(own)
-    chosen = on_every_rank(lambda: choose(blocks, list(known), config))
-    on_every_rank(lambda: _check_fp8(model, chosen, config))
+    chosen = on_every_rank(choose, blocks, list(known), config)
+    on_every_rank(_check_fp8, model, chosen, config)
     return chosen
 
 

@@ -170,7 +170,7 @@ class Checkpoints:
         with self._cleaned_up(folder):
             tensors = state.tensors()
             index = _agreed_plan(tensors)
-            own = on_every_rank(lambda: _write_files(_unfinished(folder), tensors, index))
+            own = on_every_rank(_write_files, _unfinished(folder), tensors, index)
             self._publish(folder, own)
         return folder
 
@@ -291,7 +291,7 @@ class Checkpoints:
             data_sha256=self.data_sha256,
             files=dict(sorted(files.items())),
         )
-        on_first_rank(lambda: self._complete(_unfinished(folder), folder, about))
+        on_first_rank(self._complete, _unfinished(folder), folder, about)
 
     def _complete(self, unfinished: Path, folder: Path, about: About) -> None:
         """Describe the files that all ranks have written, rename their folder, remove old ones."""
