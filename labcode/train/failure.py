@@ -31,7 +31,14 @@ class RefusedError(SharedError, ValueError):
 
 
 def refuse_command(error: Exception) -> int:
-    """Report an error in the command line, which all ranks of a job share."""
+    """Report an error in the command line, which all ranks of a job share.
+
+    Args:
+        error: With the text to show.
+
+    Returns:
+        The exit code of this rank.
+    """
     try:
         place = bootstrap.read_environment()
     except ValueError:  # the command line comes first
@@ -40,7 +47,7 @@ def refuse_command(error: Exception) -> int:
 
 
 def fail(place: Place, error: Exception, steps_done: int | None = None, hang: str = "") -> int:
-    """Print one line about an error and return this rank's exit code.
+    """Print one line about an error, for the whole job if all ranks know it.
 
     torchrun says the same line once more, below its own account of the failure.
 
@@ -48,7 +55,10 @@ def fail(place: Place, error: Exception, steps_done: int | None = None, hang: st
         place: Of this process.
         error: With the text to show. One that all know is reported by rank 0.
         steps_done: Optimizer steps before the error; None before training began.
-        hang: Who waited for whom before it, if that is known (`doctor.hang`).
+        hang: Who waited for whom before it (`doctor.hang`); "" if that is not known.
+
+    Returns:
+        The exit code of this rank.
 
     Held by: tests/unit/test_failure.py
     """
@@ -64,14 +74,24 @@ def fail(place: Place, error: Exception, steps_done: int | None = None, hang: st
     else:
         line = f"error: {who}{when}{text_of(error)}"
         is_told = True
+    # by every rank, told or not: torchrun shows the line of the rank that ended first
     bootstrap.hand_to_agent(line)
     if is_told:
         _tell(line)
+    # One that this rank alone knows the others hear by its end: it must not wait for them.
     return bootstrap.leave_together(place, FAILED) if is_shared(error) else FAILED
 
 
 def interrupted(place: Place, message: str) -> int:
-    """Say that Ctrl-C has ended the run; returns the exit code."""
+    """Say that Ctrl-C has ended the run.
+
+    Args:
+        place: Of this process; rank 0 says it for the job.
+        message: How far the run had come.
+
+    Returns:
+        The exit code of every rank.
+    """
     say(place, f"interrupted {message}")
     return INTERRUPTED
 
@@ -91,38 +111,57 @@ def is_expected(error: BaseException, is_set_up: bool) -> bool:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether this rank knows no more than that another one is gone, or does not answer."""
+    """Whether this rank knows no more than that another one is gone, or does not answer.
+
+    Args:
+        error: What ended the run on this rank.
+    """
     own = is_shared(error) or isinstance(error, OSError)  # a broken pipe is that of the output
     return not own and bootstrap.is_lost_peer(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the memory of the machine or of the GPU did not suffice."""
+    """Whether the memory of the machine or of the GPU did not suffice.
+
+    Args:
+        error: What ended the run on this rank.
+    """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
 
 
 def say(place: Place, message: str) -> None:
-    """Print a line to stderr, once for the whole job."""
+    """Print a line to stderr, once for the whole job.
+
+    Args:
+        place: Of this process.
+        message: The line; one that an agent repeats goes through `fail`.
+    """
     if place.rank == 0:
         _tell(message)
 
 
 def _tell(line: str) -> None:
+    """Print a line to stderr."""
     with contextlib.suppress(OSError):  # nobody reads it: the exit code says enough
         print(line, file=sys.stderr, flush=True)
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an error on one line; one of the operating system without its number."""
+    """The text of an error on one line; one of the operating system without its number.
+
+    Args:
+        error: What ended the run, or a part of it.
+    """
     if isinstance(error, BrokenPipeError):
         _drop_output()
         return "the program that reads this one's output has ended"
     if isinstance(error, OSError) and error.strerror:
         reason = error.strerror.lower()
         return f"{error.filename}: {reason}" if error.filename else reason
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split())  # torch's errors have several lines
+    # one that was agreed on says it already, in the words of the rank that met it
     if is_out_of_memory(error) and not isinstance(error, SharedError):
         return f"not enough memory: {text}" if text else "not enough memory"
     return text

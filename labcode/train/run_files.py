@@ -51,13 +51,23 @@ class Look:
         return "finished" if self.step >= self.steps > 0 else "ended before its last step"
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """(steps, values) of one metric, or of the device: "utilisation", "memory_bytes"."""
+        """(steps, values) of one metric, or of the device.
+
+        Args:
+            name: Of a metric, such as "loss"; or "utilisation" (0 to 1) or "memory_bytes", of which
+                a run without samples of its device has its own.
+        """
         rows = self.device if name in device_samples.UNITS and self.device else self.rows
         return series(rows, name)
 
 
 def series(rows: Sequence[metrics.Row], name: str) -> tuple[list[float], list[float]]:
-    """(steps, values) of the rows that have a value of this name."""
+    """(steps, values) of the rows that have a value of this name.
+
+    Args:
+        rows: In the order of their steps.
+        name: Of a metric.
+    """
     steps = []
     values = []
     for row in rows:
@@ -74,6 +84,9 @@ def look(run: str | Path, over: str | Path | None = "") -> Look:
         run: Its folder.
         over: The run to compare it with: the name of a reference run, or a folder; "" takes the
             reference run of the same recipe where there is one, None none.
+
+    Returns:
+        The run as it is now; files that it has not written yet are empty.
 
     Raises:
         ValueError: The folder is that of no run, or what is in a file is no row of metrics.
@@ -99,6 +112,15 @@ def look(run: str | Path, over: str | Path | None = "") -> Look:
 
 
 def _reference_rows(name: str, over: str | Path | None) -> list[dict[str, float]]:
+    """The rows of the run that another one is compared with, or none.
+
+    Args:
+        name: Of the recipe.
+        over: As in `look`.
+
+    Raises:
+        ValueError: It names a folder that has no metrics.
+    """
     if over is None:
         return []
     if over == "":
@@ -109,12 +131,22 @@ def _reference_rows(name: str, over: str | Path | None) -> list[dict[str, float]
 
 
 def _rows(path: Path) -> list[dict[str, float]]:
-    """The rows of a file that may not be there yet."""
+    """The rows of a file that may not be there yet.
+
+    Args:
+        path: The file.
+    """
     return metrics.read(path) if path.exists() else []
 
 
 def newest_run(under: Path = Path("runs")) -> Path:
     """The run that was written last.
+
+    Args:
+        under: The folder of runs, of which each has a folder of its own.
+
+    Returns:
+        Its folder.
 
     Raises:
         ValueError: There is none.
@@ -129,13 +161,18 @@ def newest_run(under: Path = Path("runs")) -> Path:
 
 
 def table(seen: Look) -> str:
-    """A run in a few lines, each number with its trend and, where there is one, the reference."""
+    """A run in a few lines, each number with its trend and, where there is one, the reference.
+
+    Args:
+        seen: The run.
+    """
     lines = [f"{seen.folder.name}: step {seen.step}/{seen.steps}, {seen.state}"]
     for name, title in TITLES.items():
         steps, values = seen.series(name)
         if not values:
             continue
         line = f"  {title:16}{shown(name, values[-1]):>12}  {trend(values):{TREND}}"
+        # the reference at the same step, and not at its end: a run is compared while it trains
         beside = _at(seen.reference_rows, name, steps[-1])
         if beside is not None:
             line += f"  reference {shown(name, beside)}"
@@ -153,7 +190,12 @@ TITLES = {
 
 
 def shown(name: str, value: float) -> str:
-    """A value of `TITLES` with its unit."""
+    """A value of `TITLES` with its unit.
+
+    Args:
+        name: Of the metric.
+        value: A fraction of 1, bytes, tokens per second, or a loss in its own unit.
+    """
     if name == "utilisation":
         return f"{value:.0%}"
     if name == "memory_bytes":
@@ -164,7 +206,13 @@ def shown(name: str, value: float) -> str:
 
 
 def _at(rows: Sequence[metrics.Row], name: str, step: float) -> float | None:
-    """The value of the last row up to a step."""
+    """The value of the last row up to a step; None if there is none.
+
+    Args:
+        rows: In the order of their steps.
+        name: Of a metric.
+        step: Optimizer steps.
+    """
     found = None
     for row in rows:
         if row["step"] <= step and name in row:
@@ -173,7 +221,13 @@ def _at(rows: Sequence[metrics.Row], name: str, step: float) -> float | None:
 
 
 def trend(values: Sequence[float], width: int = TREND) -> str:
-    """The course of some numbers as a row of bars, each the mean of as many neighbours."""
+    """The course of some numbers as a row of bars, each the mean of as many neighbours.
+
+    Args:
+        values: At least one number.
+        width: How many bars at most.
+    """
+    # the mean and not every n-th one, which would show the noise of single steps
     count = min(width, len(values))
     means = []
     for number in range(count):
@@ -183,6 +237,7 @@ def trend(values: Sequence[float], width: int = TREND) -> str:
     span = max(means) - low
     bars = ""
     for mean in means:
+        # from the least to the largest: a loss that falls by a percent would be a flat line from 0
         height = 0.0 if span == 0 else (mean - low) / span
         bars += BARS[round(height * (len(BARS) - 1))]
     return bars

@@ -138,6 +138,7 @@ class RunFolder:
         assert self.path is not None
         self._lock = RunLock(self.path)
         self._lock.take()
+        # under the lock: who has written before it was taken is seen here, and nobody comes after
         self._is_new = is_new(self.path)
         if not self._is_new:
             raise ValueError(
@@ -154,6 +155,7 @@ class RunFolder:
     def _make_numbered(self) -> None:
         """Make the next free folder; one that appears at this moment is another run's."""
         while True:
+            # asked again: between `look` and now lie minutes in which others may have begun
             self.path = _next_free(self.config.name)
             if not self.path.parent.exists():
                 self._made.append(self.path.parent)
@@ -176,6 +178,9 @@ class RunFolder:
 
         A job script cannot tell by the exit code, which is 0 for both: torchrun and srun take any
         other for a failure.
+
+        Args:
+            line: By what, and how it resumes.
 
         Raises:
             OSError: It cannot be written.
@@ -222,7 +227,11 @@ class RunFolder:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a run: by what stands in its `config.json`."""
+    """Whether a folder holds a run: by what stands in its `config.json`.
+
+    Args:
+        folder: Which may not exist. A link is none: to rename it would leave the run in its place.
+    """
     if folder.is_symlink():
         return False
     try:
@@ -237,7 +246,11 @@ def is_run(folder: Path) -> bool:
 
 
 def is_new(folder: Path) -> bool:
-    """Whether there is nothing in a folder but what a run leaves that is killed as it begins."""
+    """Whether there is nothing in a folder but what a run leaves that is killed as it begins.
+
+    Args:
+        folder: Which may not exist.
+    """
     if not folder.exists():
         return True
     for path in folder.iterdir():
@@ -249,6 +262,9 @@ def is_new(folder: Path) -> bool:
 
 def check_movable(out: Path) -> None:
     """Refuse to give another name to what is not the folder of a run.
+
+    Args:
+        out: The folder, which exists.
 
     Raises:
         ValueError: What is in the way.
@@ -268,7 +284,12 @@ def check_movable(out: Path) -> None:
 
 
 def write_config(config: Config, out: Path) -> None:
-    """Write `config.json`, which also marks the folder as that of a run."""
+    """Write `config.json`, which also marks the folder as that of a run.
+
+    Args:
+        config: Of the run.
+        out: Its folder.
+    """
     text = json.dumps(dataclasses.asdict(config), indent=2)
     write_atomically(out / CONFIG_NAME, text.encode())
 
