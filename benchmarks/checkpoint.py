@@ -71,8 +71,9 @@ def measure(config: Config, folder: Path, rounds: int) -> tuple[dict[str, list[f
     torch.set_num_threads(1)
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    grid = Grid.create(combinations.check(config, size))
-    training = build(config, world, grid, make_task(config))
+    resolved = combinations.resolve(config, size)
+    grid = Grid.create(resolved.shape)
+    training = build(resolved, world, grid, make_task(config))
     step = TrainStep(training)
     checkpoints = Checkpoints(config, grid, folder)
     found: dict[str, list[float]] = {}

@@ -75,11 +75,12 @@ def times(
     size = dist.get_world_size()
     given = {"train.dtype": dtype, "train.steps": 10**6, "parallel.dp": size} | changes
     config = recipes.with_changes(recipes.gpt_tiny(), given)
-    grid = Grid.create(combinations.check(config, size))
+    resolved = combinations.resolve(config, size)
+    grid = Grid.create(resolved.shape)
     world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
     field = {}
     for who in (NEVER, ON, OFF):
-        field[who] = TrainStep(build(config, world, grid, make_task(config)))
+        field[who] = TrainStep(build(resolved, world, grid, make_task(config)))
     folder = Path(tempfile.mkdtemp())
     file = folder / "stats.yaml"
     file.write_text(YAML.format(*FEATURES[dtype]))

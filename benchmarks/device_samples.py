@@ -15,11 +15,10 @@ from pathlib import Path
 import torch
 from side_by_side import machine, options, outer_quartiles, write
 
-from labcode import recipes
+from labcode import combinations, recipes
 from labcode.comm import bootstrap
 from labcode.comm.bootstrap import Place, World
 from labcode.comm.grid import Grid
-from labcode.topology import GridShape
 from labcode.train.build import build
 from labcode.train.device_samples import DeviceSampler, meter_for
 from labcode.train.metrics import MetricsWriter
@@ -62,7 +61,8 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     world = bootstrap.start(Place())
     config = recipes.with_changes(recipes.gpt_tiny(), {"train.steps": 10**6})
-    step = TrainStep(build(config, world, Grid.create(GridShape()), make_task(config)))
+    resolved = combinations.resolve(config, 1)
+    step = TrainStep(build(resolved, world, Grid.create(resolved.shape), make_task(config)))
     step()
     found = {period_s: [] for period_s in PERIODS_S}
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,10 +1,15 @@
 """What cannot be combined in a run: for each feature, what it refuses and what to do instead.
 
-`check` is what a run asks before any work begins. Each function below yields lines, the first of
-which is the error; none where the feature is not asked for.
+`resolve` is what a run asks before any work begins; what it returns is handed on to all that comes
+after. Each function below `problems` yields lines, the first of which is the error; none where the
+feature is not asked for.
+
+They stand here and not beside their features: the command line and `slurm.Job` ask them without
+torch, which every feature imports, and a table on the ground may not name the rooms above it.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from labcode.config import Config, GPTConfig
 from labcode.fields import shown
@@ -14,8 +19,36 @@ from labcode.topology import GridShape
 FP8_BLOCK = 32  # numbers that share a scale in MXFP8
 
 
+@dataclass(frozen=True)
+class Resolved:
+    """A run on a certain number of ranks: what was asked for, and what follows from it.
+
+    Args:
+        config: What was asked for.
+        shape: The grid of these ranks.
+    """
+
+    config: Config
+    shape: GridShape
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches that one rank adds up before each optimizer step."""
+        return self.config.train.accumulation(self.shape.dp)
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of a micro-batch on one rank of dp."""
+        return self.config.train.global_batch // (self.shape.dp * self.accumulation)
+
+
 def check(config: Config, world_size: int) -> GridShape:
-    """The grid for `world_size` ranks, after every check that can be made before work begins.
+    """The grid for `world_size` ranks, for who begins no run: as `resolve`, with its errors."""
+    return resolve(config, world_size).shape
+
+
+def resolve(config: Config, world_size: int) -> Resolved:
+    """A run on `world_size` ranks, after every check that can be made before work begins.
 
     Args:
         config: The run.
@@ -37,11 +70,13 @@ def check(config: Config, world_size: int) -> GridShape:
             )
     for problem in problems(config, shape):
         raise ValueError(problem)
-    num_microbatches = config.train.accumulation(shape.dp)
+    resolved = Resolved(config, shape)
+    num_microbatches = resolved.accumulation
     parallel.check_stages(shape.pp, num_microbatches)
     num_stages = shape.pp * parallel.stages_per_rank
+    # made and dropped: its errors are the check
     schedule(parallel.pipeline_schedule, num_stages, num_microbatches, shape.pp)
-    return shape
+    return resolved
 
 
 def problems(config: Config, shape: GridShape) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from labcode.combinations import Resolved
 from labcode.config import Config, GPTConfig, TextData, ViTConfig, WeatherData
 from labcode.perf.cluster import Gpu
 from labcode.perf.settings import Settings
@@ -54,10 +55,9 @@ def settings_of(config: Config, shape: GridShape, gpu: Gpu) -> Settings:
     if dtype == "auto":
         dtype = "bfloat16" if "bfloat16" in gpu.peak_flops_per_s else "float32"
     value_bytes, wide_bytes = WIDTHS[dtype]
-    micro_batches = train.accumulation(shape.dp)
     return Settings(
         global_batch=train.global_batch,
-        micro_batch=train.global_batch // (shape.dp * micro_batches),
+        micro_batch=Resolved(config, shape).micro_batch,
         dtype=dtype,
         activation_checkpointing=parallel.activation_checkpointing,
         sequence_parallel=parallel.sequence_parallel,

@@ -38,7 +38,7 @@ def resumed_config(config: Config, place: Place) -> Config:
     """
     if not place.has_agent:
         return config
-    noted = on_first_rank(lambda: _noted(place))
+    noted = on_first_rank(_noted, place)
     if not noted:
         return config
     resumes = config.checkpoint.on
@@ -48,9 +48,12 @@ def resumed_config(config: Config, place: Place) -> Config:
 
 
 def note_folder(out: Path, place: Place) -> None:
-    """From now on the folder is this job's own, also for the attempts to come; rank 0 notes it."""
-    if place.rank != 0:
-        return
+    """On rank 0: from now on the folder is this job's own, also for the attempts to come.
+
+    Args:
+        out: The folder, which this run has claimed.
+        place: Where this process stands.
+    """
     with contextlib.suppress(ValueError, RuntimeError):  # torchrun has gone, and this rank goes too
         store = store_of_job(place, STORE_S)
         if store is not None:
@@ -58,18 +61,33 @@ def note_folder(out: Path, place: Place) -> None:
 
 
 def is_said_before(line: str, place: Place) -> bool:
-    """On rank 0: whether an earlier attempt has said the same line; this one counts from now on."""
+    """On rank 0: whether an earlier attempt has said the same line; this one counts from now on.
+
+    Args:
+        line: An error that every attempt meets again, such as a grid that does not fit.
+        place: Where this process stands.
+    """
     with contextlib.suppress(ValueError, RuntimeError):
         store = store_of_job(place, STORE_S)
         if store is not None:
+            # a key of the store, which would otherwise be as long as the line
             digest = hashlib.sha256(line.encode()).hexdigest()
             return store.add(f"said/{digest}", 1) > 1
     return False
 
 
 def _noted(place: Place) -> str:
-    """The folder of the earlier attempts; "" if none came so far."""
+    """The folder of the earlier attempts; "" if none came so far.
+
+    Args:
+        place: Where this process stands.
+
+    Raises:
+        MeetingError: Nobody answers where the attempts share what they know. To go on would be to
+            train a second time, into another folder.
+    """
     store = store_of_job(place, STORE_S)
+    # `check` and not `get`, which would wait for a key that the first attempt does not find
     if store is None or not store.check([_FOLDER]):
         return ""
     return store.get(_FOLDER).decode()

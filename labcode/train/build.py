@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from labcode.combinations import Resolved
 from labcode.comm.agreement import on_every_rank
 from labcode.comm.bootstrap import World
 from labcode.comm.grid import Grid
@@ -113,22 +114,23 @@ class Training:
 
 
 def build(
-    config: Config, world: World, grid: Grid, task: Task, start: Path | None = None
+    resolved: Resolved, world: World, grid: Grid, task: Task, start: Path | None = None
 ) -> Training:
     """Build what a run trains with; nothing is written.
 
     Communicates: what building the model does, and what reading a checkpoint does.
 
     Args:
-        config: The run, checked against the number of ranks.
+        resolved: The run, as `combinations.resolve` gives it.
         world: This process, its device and backend.
-        grid: The process groups.
+        grid: The process groups of its shape.
         task: The model to build and its data.
         start: Checkpoint to resume from.
 
     Raises:
         ValueError, OSError, MemoryError: On the rank that found something; PeerError on the others.
     """
+    config = resolved.config
     settings = config.train
     precision = pick_precision(settings.dtype, world.device)
     set_matmul_precision(precision, world.device)
@@ -136,16 +138,10 @@ def build(
     # Rank 0 writes the metrics. It measures before the model takes its memory.
     if world.place.rank == 0:
         speed = matmul_flops_per_s(world.device, precision.matmul)
-    accumulation = settings.accumulation(grid.size("dp"))
 
     # Before the model, which may take minutes to build: the batch may be too large for the data.
     # What can fail on one rank alone runs under `on_every_rank`, so that all ranks end together.
-    batches = on_every_rank(lambda: _batches(config, grid, task))
-    loader = on_every_rank(
-        lambda: Loader(
-            task.train, batches, accumulation, config.loader, world.device, precision.wide
-        )
-    )
+    batches, loader = on_every_rank(_loading, resolved, world, grid, task, precision)
     fp8 = _fp8(config, grid)
     # Before the model, whose gradients belong to the stream that was current when it was built.
     if settings.cuda_graphs and world.device.type == "cuda":
@@ -154,12 +150,12 @@ def build(
     model = _model(config, world, grid, task, precision, fp8)
     model.ranges = ranges
     optim = config.optim.for_batch(settings.global_batch)
-    optimizer = on_every_rank(lambda: _optimizer(config, grid, model, optim))
+    optimizer = on_every_rank(_optimizer, config, grid, model, optim)
     guard = Guard(
         settings.on_bad_step, settings.spike_factor, settings.bad_in_a_row, settings.bad_in_all
     )
     scaler = LossScaler() if precision.scales_loss else None
-    noise = _noise(config, grid, model, accumulation)
+    noise = _noise(resolved, grid, model)
     debugging = Debugging(config.debug, model, world.device, precision.name)
     state = RunState(model, optimizer, batches, world.device, guard, scaler, noise, fp8)
     # After everything that a checkpoint holds exists: reading fills it in place.
@@ -168,7 +164,7 @@ def build(
         checkpoints.load(state, start)
         model.gather_parameters()  # under ZeRO each rank has read its own rows
     elif settings.start_from:
-        on_every_rank(lambda: _read_start(config, task, model))
+        on_every_rank(_read_start, config, task, model)
         model.gather_parameters()
     return Training(
         config=config,
@@ -177,7 +173,7 @@ def build(
         task=task,
         precision=precision,
         matmul_flops_per_s=speed,
-        accumulation=accumulation,
+        accumulation=resolved.accumulation,
         optim=optim,
         batches=batches,
         loader=loader,
@@ -196,15 +192,27 @@ def build(
     )
 
 
-def _batches(config: Config, grid: Grid, task: Task) -> Batches:
-    """This dp rank's samples of every step."""
-    return Batches(
+def _loading(
+    resolved: Resolved, world: World, grid: Grid, task: Task, precision: Precision
+) -> tuple[Batches, Loader]:
+    """This dp rank's samples of every step, and what brings them to the device."""
+    config = resolved.config
+    batches = Batches(
         len(task.train),
         config.train.global_batch,
         dp_size=grid.size("dp"),
         dp_coord=grid.coord("dp"),
         seed=config.train.seed,
     )
+    loader = Loader(
+        task.train,
+        batches,
+        resolved.accumulation,
+        config.loader,
+        world.device,
+        precision.wide,
+    )
+    return batches, loader
 
 
 def _read_start(config: Config, task: Task, model: ParallelModel) -> None:
@@ -274,15 +282,14 @@ def _outer(config: Config, grid: Grid, model: ParallelModel) -> OuterOptimizer |
     return OuterOptimizer(params, grid.group("dp"), local.outer_lr, local.outer_momentum)
 
 
-def _noise(
-    config: Config, grid: Grid, model: ParallelModel, accumulation: int
-) -> NoiseScale | None:
+def _noise(resolved: Resolved, grid: Grid, model: ParallelModel) -> NoiseScale | None:
     """The measurement of the gradient noise scale, if the config asks for it."""
-    if not config.train.noise_scale:
+    settings = resolved.config.train
+    if not settings.noise_scale:
         return None
-    num_microbatches = accumulation * grid.size("dp")
+    num_microbatches = resolved.accumulation * grid.size("dp")
     params = model.module.parameters()
-    return NoiseScale(params, config.train.global_batch, num_microbatches, grid.group("dp"))
+    return NoiseScale(params, settings.global_batch, num_microbatches, grid.group("dp"))
 
 
 def _reduce_dtype(settings: TrainConfig) -> torch.dtype | None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from labcode import recipes
+from labcode.combinations import Resolved
 from labcode.comm import bootstrap, collectives
 from labcode.comm.bootstrap import World
 from labcode.comm.grid import Grid
@@ -183,7 +184,7 @@ def _step_s(
     """Mean seconds of a training step."""
     batch = {"train.global_batch": SAMPLES * world.world_size}
     config = _config(sizes, {**changes, **batch})
-    training = build(config, world, grid, make_task(config))
+    training = build(Resolved(config, grid.shape), world, grid, make_task(config))
     step = TrainStep(training)
     step()
     total_s = sum(run_s(world.device, step) for _ in range(REPEATS))

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from labcode.combinations import Resolved
 from labcode.command import UsageError, parse
-from labcode.config import Config, GPTConfig, ParallelConfig
+from labcode.config import GPTConfig, ParallelConfig
 from labcode.perf.of_config import SHIPPED_TOKENS
 from labcode.perf.one_rank import Calls, rank_activation_bytes, rank_calls, rank_parameters
 from labcode.topology import GridShape
@@ -114,7 +115,7 @@ def dry_run(
     return DryRun(parameters, Counter(calls), peak, time.perf_counter() - started)
 
 
-def _config(words: Sequence[str]) -> tuple[Config, GPTConfig, GridShape]:
+def _resolved(words: Sequence[str]) -> tuple[Resolved, GPTConfig]:
     if not words or not words[0].isdigit():
         raise UsageError("give the number of ranks and a recipe: 1024 gpt_10m --parallel.tp 8")
     config = parse(words[1:])
@@ -128,7 +129,7 @@ def _config(words: Sequence[str]) -> tuple[Config, GPTConfig, GridShape]:
     shape = config.parallel.shape(int(words[0]))
     if shape.cp > 1 or config.parallel.zero_stage or model.num_experts:
         raise UsageError("the dry run has no cp and no ZeRO, and no experts: leave them out")
-    return config, model, shape
+    return Resolved(config, shape), model
 
 
 def main(words: Sequence[str]) -> int:
@@ -141,15 +142,16 @@ def main(words: Sequence[str]) -> int:
         print(__doc__)
         return 0
     try:
-        config, model, shape = _config(words)
-        micro_batches = config.train.accumulation(shape.dp)
+        resolved, model = _resolved(words)
+        micro_batches = resolved.accumulation
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    shape = resolved.shape
     options = {
-        "micro_batch": config.train.global_batch // (shape.dp * micro_batches),
+        "micro_batch": resolved.micro_batch,
         "num_micro_batches": micro_batches,
-        "sequence_parallel": config.parallel.sequence_parallel,
+        "sequence_parallel": resolved.config.parallel.sequence_parallel,
     }
     print(f"{shape}: {shape.world_size} ranks, {micro_batches} micro-batches")
     agrees = True

@@ -1,6 +1,6 @@
 """The training loop: a loop over steps, and its observers.
 
-    training = build(config, world, grid, task)      # train/build.py
+    training = build(resolved, world, grid, task)      # train/build.py
     fit(training, observers_of(training, out))       # train/observers/
 
 The loop is the same for every model and every grid. One optimizer step reads `global_batch`

@@ -4,6 +4,9 @@ import contextlib
 import socket
 import time
 import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,11 +14,14 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from labcode import combinations, processes
+from labcode.combinations import Resolved
 from labcode.comm import bootstrap
 from labcode.comm.agreement import (
+    agreed,
     leave_word,
     on_every_rank,
     on_first_rank,
+    wait_for_all,
     word_left,
 )
 from labcode.comm.bootstrap import Place, World
@@ -35,6 +41,7 @@ from labcode.train.checkpoint.store import Checkpoints
 from labcode.train.ctrl_c import CtrlC, caused_by_ctrl_c
 from labcode.train.failure import RefusedError
 from labcode.train.loop import fit
+from labcode.train.metrics import Log
 from labcode.train.observer import Observer
 from labcode.train.observers import observers_of, open_log
 from labcode.train.precision import check_device
@@ -71,14 +78,15 @@ def run(
     place = Place()
     ready = None
     watch = None
-    folder = RunFolder(config)
+    folder = None
     opened = contextlib.ExitStack()
     try:
         place = bootstrap.read_environment()
         if place.has_agent:
             # a killed torchrun must leave no rank behind
             processes.end_with_parents(at_once=True, parent=started_by)
-        shape = _grid_shape(config, place)
+        # before the ranks meet: each finds the same errors in it by itself
+        resolved = _resolve(config, place)
         parallel = config.parallel
         world = bootstrap.start(
             place,
@@ -87,9 +95,10 @@ def run(
         )
         watch = HangWatch(parallel.collective_timeout_s)
         watch.start()
-        config = attempts.resumed_config(config, place)
-        folder = RunFolder(config)
-        ready = set_up(config, world, shape, folder, signals, watch, opened)
+        # only now, because rank 0 asks for all; the grid is the same in every attempt
+        resolved = replace(resolved, config=attempts.resumed_config(config, place))
+        folder = RunFolder(resolved.config)
+        ready = set_up(resolved, world, folder, signals, watch, opened)
         with Answers(ready.out, lambda: ready.training.steps_done):
             _train(ready, folder)
     except (Exception, KeyboardInterrupt) as error:
@@ -108,10 +117,18 @@ def run(
         signals.ignore()
 
 
-def _grid_shape(config: Config, place: Place) -> GridShape:
-    """The grid for this number of ranks; every rank finds the same errors in it."""
+def _resolve(config: Config, place: Place) -> Resolved:
+    """The run on this number of ranks.
+
+    Args:
+        config: The run.
+        place: Of this process.
+
+    Raises:
+        RefusedError: It cannot be, as every rank finds.
+    """
     try:
-        return combinations.check(config, place.world_size)
+        return combinations.resolve(config, place.world_size)
     except ValueError as error:
         raise RefusedError(str(error)) from None
 
@@ -136,9 +153,8 @@ class Ready(NamedTuple):
 
 
 def set_up(
-    config: Config,
+    resolved: Resolved,
     world: World,
-    shape: GridShape,
     folder: RunFolder,
     signals: StopSignals,
     watch: HangWatch,
@@ -151,9 +167,8 @@ def set_up(
     wrapped in such an agreement, in which the others would not take part.
 
     Args:
-        config: The run.
+        resolved: The run.
         world: This process.
-        shape: The grid.
         folder: Of the run.
         signals: What asks a run to stop.
         watch: Speaks when nothing moves.
@@ -163,43 +178,52 @@ def set_up(
         ValueError, OSError, MemoryError: On the rank that found something.
         PeerError: On the others.
     """
+    config = resolved.config
     # Without checkpoints a signal ends the process, as it ends any other.
     if config.checkpoint.on:
         signals.listen()
-    on_every_rank(lambda: check_device(config.train, world.device))
-    on_every_rank(lambda: _check_features(config))
-    on_every_rank(lambda: _check_start(config, config.model))
+    # before the data is prepared, which may take minutes
+    agreed(
+        partial(check_device, config.train, world.device),
+        partial(_check_features, config),
+        partial(_check_start, config, config.model),
+    )
     task = _make_task_once_per_node(config, world)
-    # before any group of the grid is made
-    on_every_rank(lambda: _check_sizes(config, world, shape, task))
-    grid = Grid.create(shape)
-    out = on_first_rank(folder.look)
-    _check_that_all_see(config, folder, out)
-    print_on_first_rank(world, who_and_where(config, world, shape))
-    if isinstance(task.model_config, GPTConfig) and task.model_config.num_experts:
-        print_on_first_rank(world, of_experts(task.model_config, shape))
+    model = task.model_config
+    # With the sizes that come from the data, and before any group of the grid is made: of thousands
+    # of ranks that alone takes long.
+    agreed(
+        partial(config.parallel.check, model, resolved.shape),
+        partial(build_meta, config, task),  # that `train.freeze` names some of its weights
+        partial(_check_start, config, model, task.tokenizer),
+        partial(_check_memory, resolved, world, task),
+    )
+    grid = Grid.create(resolved.shape)
+    out = _folder_that_all_see(config, folder, folder.look)
+    print_on_first_rank(world, who_and_where(resolved, world))
+    if isinstance(model, GPTConfig) and model.num_experts:
+        print_on_first_rank(world, of_experts(model, resolved.shape))
     start = None
     if config.checkpoint.resume:
         start = Checkpoints(config, grid, out, task.data_sha256).newest()
         if start:
             print_on_first_rank(world, f"resuming from {start}")
     listening = signals if config.checkpoint.on else None
-    training = build(config, world, grid, task, start)
+    training = build(resolved, world, grid, task, start)
     opened.callback(training.close)
     # only now: a run that cannot begin leaves all as it was
-    out = on_first_rank(folder.claim)
-    attempts.note_folder(out, world.place)
-    _check_that_all_see(config, folder, out)
-    log = on_every_rank(lambda: open_log(training, out))
-    opened.callback(log.close)
-    observers = on_every_rank(lambda: observers_of(training, log, out, listening, watch))
-    for observer in observers:
-        opened.callback(observer.close)
+    out = _folder_that_all_see(config, folder, partial(_claim, folder, world.place))
+    # not before all see the folder: the log is a file in it, and of a run that resumes it is cut
+    _, observers = on_every_rank(_open_observers, training, opened, out, listening, watch)
     return Ready(training, observers, out)
 
 
 def _check_features(config: Config) -> None:
-    """Read the YAML of debug features, before data and model are made."""
+    """Read the YAML of debug features, before data and model are made.
+
+    Raises:
+        ValueError, OSError: It cannot be read, or asks for what there is not.
+    """
     own = config.debug.feature_dir
     if config.debug.config:
         debug_config.read(Path(config.debug.config), Path(own) if own else None)
@@ -208,26 +232,81 @@ def _check_features(config: Config) -> None:
 def _check_start(
     config: Config, model: GPTConfig | ViTConfig, tokenizer: AnyTokenizer | None = None
 ) -> None:
-    """What the weights to start from say of themselves; one that resumes may not need them."""
+    """What the weights to start from say of themselves; one that resumes may not need them.
+
+    Args:
+        config: The run.
+        model: Its model, with or without the sizes that come from the data.
+        tokenizer: That of its text, once that is known; None before.
+
+    Raises:
+        ValueError: They are of another model.
+    """
     if config.train.start_from and not config.checkpoint.resume:
         open_start(config, model, tokenizer)
 
 
-def _check_sizes(config: Config, world: World, shape: GridShape, task: Task) -> None:
-    """What can be checked only with the sizes that come from the data.
+def _check_memory(resolved: Resolved, world: World, task: Task) -> None:
+    """That the memory of this node, or of its GPUs, can hold what its ranks need at least.
+
+    Args:
+        resolved: The run.
+        world: This process.
+        task: Its model, with every size, and its data.
 
     Raises:
-        ValueError: The grid does not fit the model, or no memory holds it.
+        ValueError: It cannot.
     """
-    config.parallel.check(task.model_config, shape)
-    build_meta(config, task)
-    _check_start(config, task.model_config, task.tokenizer)
-    ranks, memory_bytes = shared_memory(world, config.parallel.share_gpus)
-    check_memory(task.model_config, config, shape, ranks, memory_bytes, num_samples=len(task.train))
+    ranks, memory_bytes = shared_memory(world, resolved.config.parallel.share_gpus)
+    check_memory(task.model_config, resolved, ranks, memory_bytes, num_samples=len(task.train))
+
+
+def _claim(folder: RunFolder, place: Place) -> Path:
+    """On rank 0: take the folder, and let the attempts to come know it.
+
+    It is noted at once. A rank that is killed in between would leave a folder in which the next
+    attempt sees another run.
+
+    Args:
+        folder: Of the run.
+        place: Of this process.
+    """
+    out = folder.claim()
+    attempts.note_folder(out, place)
+    return out
+
+
+def _open_observers(
+    training: Training,
+    opened: contextlib.ExitStack,
+    out: Path | None,
+    signals: StopSignals | None = None,
+    watch: HangWatch | None = None,
+) -> tuple[Log, list[Observer]]:
+    """The log of a run and who looks on at it.
+
+    Args:
+        training: As `build` makes it.
+        opened: Closes them; what is open when the next one fails is closed too.
+        out: The folder of the run; None writes nothing.
+        signals: What asks the run to stop; None: it listens while it trains.
+        watch: Speaks when nothing moves; None: there is none.
+    """
+    log = open_log(training, out)
+    opened.callback(log.close)
+    observers = observers_of(training, log, out, signals, watch)
+    for observer in observers:
+        opened.callback(observer.close)
+    return log, observers
 
 
 def _train(ready: Ready, folder: RunFolder) -> None:
-    """Train to the end, or to a signal."""
+    """Train to the end, or to a signal.
+
+    Args:
+        ready: The run before its first step.
+        folder: Of the run; from here on what is written there stays.
+    """
     training = ready.training
     world = training.world
     if training.is_done:
@@ -240,7 +319,7 @@ def _train(ready: Ready, folder: RunFolder) -> None:
     folder.keep()
     if stopped_by:
         line = f"stopped by {stopped_by} {_where_it_resumes(training)} {RESUME}"
-        on_first_rank(lambda: folder.note_stop(line))
+        on_first_rank(folder.note_stop, line)
         failure.say(world.place, line)
 
 
@@ -256,23 +335,28 @@ def train(training: Training, out: Path | None = None) -> list[dict[str, float]]
     """
     with contextlib.ExitStack() as opened:
         opened.callback(training.close)
-        log = open_log(training, out)
-        opened.callback(log.close)
-        observers = observers_of(training, log, out)
-        for observer in observers:
-            opened.callback(observer.close)
+        log, observers = _open_observers(training, opened, out)
         fit(training, observers)
     return log.history
 
 
 def _leave(
-    ready: Ready | None, folder: RunFolder, ctrl_c: CtrlC, opened: contextlib.ExitStack
+    ready: Ready | None, folder: RunFolder | None, ctrl_c: CtrlC, opened: contextlib.ExitStack
 ) -> None:
-    """Close the files, and put everything back if the run has not begun."""
+    """Close the files, and put everything back if the run has not begun.
+
+    Args:
+        ready: The run, if it was set up.
+        folder: Of the run; None: it failed before that was known.
+        ctrl_c: A second Ctrl-C must not break off what is put back.
+        opened: What is to be closed.
+    """
     ctrl_c.stop_raising()
     # closing may fail for the reason that ended the run, such as a full disk
     with contextlib.suppress(OSError):
         opened.close()
+    if folder is None:
+        return
     if ready is not None and ready.has_begun:
         folder.keep()
     try:
@@ -289,6 +373,13 @@ def _code_after(
     watch: HangWatch | None,
 ) -> int | None:
     """Report what has ended the run.
+
+    Args:
+        error: What was raised.
+        place: Of this process.
+        ready: The run, if it was set up.
+        ctrl_c: Whether it was heard.
+        watch: Knows who waited for whom; None: the ranks had not met.
 
     Returns:
         The exit code of this rank; None for a bug, whose traceback is wanted.
@@ -314,6 +405,10 @@ def _others_were_interrupted(place: Place, ctrl_c: CtrlC) -> bool:
 
     A terminal sends it to all, but this rank may see the closed connection before its own signal;
     or another one alone has got it, and has left word.
+
+    Args:
+        place: Of this process.
+        ctrl_c: Whether it was heard here.
     """
     # else the store may be gone with the rank that hosts it
     if (place.has_agent or place.hosts_store) and word_left() == CTRL_C:
@@ -349,20 +444,28 @@ def _where_it_resumes(training: Training) -> str:
     return f"before step {training.steps_done + 1}: resume"
 
 
-def _check_that_all_see(config: Config, folder: RunFolder, out: Path) -> None:
-    """Look on every rank whether the folder is the one that rank 0 sees.
+def _folder_that_all_see(config: Config, folder: RunFolder, choose: Callable[[], Path]) -> Path:
+    """What rank 0 chooses, once every rank has looked whether it sees the same folder.
 
-    Only where all ranks write into it: without checkpoints rank 0 is the only one.
+    They look only where all ranks write into it: without checkpoints rank 0 is the only one.
+
+    Args:
+        config: The run.
+        folder: Of the run.
+        choose: Its `look` or its `claim`, on rank 0.
 
     Raises:
-        ValueError: On a rank that does not see it.
+        ValueError, OSError: On rank 0, from `choose`; or on a rank that does not see it.
         PeerError: On the others.
     """
-    if not config.checkpoint.on:
-        return
-    host, mark = on_first_rank(lambda: (socket.gethostname(), folder.mark))
-    if mark:
-        on_every_rank(lambda: _check_that_this_rank_sees(out, mark, host))
+
+    def chosen() -> tuple[Path, str, str]:
+        return choose(), folder.mark, socket.gethostname()
+
+    out, mark, host = on_first_rank(chosen)
+    if config.checkpoint.on and mark:
+        on_every_rank(_check_that_this_rank_sees, out, mark, host)
+    return out
 
 
 def _check_that_this_rank_sees(out: Path, mark: str, host: str) -> None:
@@ -372,8 +475,12 @@ def _check_that_this_rank_sees(out: Path, mark: str, host: str) -> None:
         out: The folder.
         mark: What rank 0 has written there.
         host: Where rank 0 runs.
+
+    Raises:
+        ValueError: It is not there.
     """
     path = out / LOCK_NAME
+    # NFS shows a file of another node late
     deadline = time.monotonic() + SHARED_WAIT_S
     while not (path.is_file() and path.read_text(errors="replace") == mark):
         if time.monotonic() > deadline:
@@ -385,45 +492,69 @@ def _check_that_this_rank_sees(out: Path, mark: str, host: str) -> None:
 
 
 def _make_task_once_per_node(config: Config, world: World) -> Task:
-    """The task, on every rank; the first rank of each node prepares its files for the others."""
+    """The task, on every rank; the first rank of each node prepares its files for the others.
 
-    def make_on_first_of_node() -> Task | None:
-        return make_task(config) if world.local_rank == 0 else None
+    Args:
+        config: The run.
+        world: This process.
 
-    task = on_every_rank(make_on_first_of_node)
-    return on_every_rank(lambda: task or make_task(config))
+    Raises:
+        ValueError, OSError: The data cannot be read or does not fit, on the rank that found it.
+        PeerError: On the others.
+    """
+    # Two agreements on all ranks: one when the files are there, one when all have read them. Ranks
+    # that prepare the same files at once would each do the work of minutes.
+    if world.local_rank == 0:
+        task = on_every_rank(make_task, config)
+        wait_for_all()
+        return task
+    wait_for_all()
+    return on_every_rank(make_task, config)
 
 
 def print_on_first_rank(world: World, line: str) -> None:
-    """Print a line of the log, once for the whole job."""
+    """Print a line of the log, once for the whole job.
+
+    Args:
+        world: This process.
+        line: What is printed.
+    """
     if world.rank == 0:
         print(line, flush=True)
 
 
-def who_and_where(config: Config, world: World, shape: GridShape) -> str:
+def who_and_where(resolved: Resolved, world: World) -> str:
     """The first line of a log: the ranks of each node, the grid, and how a global batch is divided.
 
     All ranks call it.
 
     Communicates: one all-gather of host names.
+
+    Args:
+        resolved: The run.
+        world: This process.
     """
+    shape = resolved.shape
     hosts: list[str] = [""] * world.world_size
     dist.all_gather_object(hosts, socket.gethostname())
     ranks = "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
     axes = " x ".join(f"{axis} {shape.size(axis)}" for axis in ("dp", "pp", "cp", "tp"))
     if shape.ep > 1:
         axes += f", experts over ep {shape.ep} of dp"
-    accumulation = config.train.accumulation(shape.dp)
-    micro_batch = config.train.global_batch // (shape.dp * accumulation)
     return (
         f"{ranks} on {_nodes(hosts)}, {world.backend} on {world.device.type}; grid {axes}; "
-        f"{config.train.global_batch} samples a step = "
-        f"dp {shape.dp} x {accumulation} micro-batches of {micro_batch}"
+        f"{resolved.config.train.global_batch} samples a step = "
+        f"dp {shape.dp} x {resolved.accumulation} micro-batches of {resolved.micro_batch}"
     )
 
 
 def of_experts(model: GPTConfig, shape: GridShape) -> str:
-    """The second line of a log of a mixture of experts: what of it a token uses."""
+    """The second line of a log of a mixture of experts: what of it a token uses.
+
+    Args:
+        model: With a vocabulary, without which its weights cannot be counted.
+        shape: The grid, of which ep divides the experts.
+    """
     active = f"{model.num_active_parameters:,} of them for each token"
     return (
         f"{model.num_parameters:,} weights, {active}: {model.experts_per_token} of "

@@ -59,8 +59,8 @@ def train(config: Config, named: dict[str, Any], target: float | None, threads: 
     try:
         world = bootstrap.start(Place())
         torch.set_num_threads(threads)
-        grid = Grid.create(combinations.check(config, 1))
-        training = build(config, world, grid, make_task(config))
+        resolved = combinations.resolve(config, 1)
+        training = build(resolved, world, Grid.create(resolved.shape), make_task(config))
         log = open_log(training, None)
         history = log.history
         fit(training, observers_of(training, log, None, target=target))

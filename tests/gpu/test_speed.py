@@ -26,7 +26,8 @@ def world():
 def losses(world, **changes):
     named = {name.replace("__", "."): value for name, value in changes.items()}
     config = recipes.with_changes(recipes.gpt_tiny(), SMALL | named)
-    training = build(config, world, Grid.create(combinations.check(config, 1)), make_task(config))
+    resolved = combinations.resolve(config, 1)
+    training = build(resolved, world, Grid.create(resolved.shape), make_task(config))
     return [row["loss"] for row in train(training) if "loss" in row]
 
 

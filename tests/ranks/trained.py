@@ -20,8 +20,8 @@ def world():
 def built(config, start=None):
     """The `Training` of a config on all ranks of the pool, from a checkpoint or from its start."""
     here = world()
-    grid = Grid.create(combinations.check(config, here.world_size))
-    return build(config, here, grid, make_task(config), start)
+    resolved = combinations.resolve(config, here.world_size)
+    return build(resolved, here, Grid.create(resolved.shape), make_task(config), start)
 
 
 def checkpoints_of(training, out):

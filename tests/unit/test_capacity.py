@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from labcode import hardware, recipes
+from labcode.combinations import Resolved
 from labcode.comm.bootstrap import Place, World
 from labcode.config import ParallelConfig
 from labcode.topology import GridShape
@@ -20,12 +21,12 @@ VIT_MODEL = replace(VIT_RUN.model, num_variables=4, num_forcings=2, lat=90, lon=
 def needed(config=GPT_RUN, model=None, shape=None, ranks=1, **options):
     """The predicted bytes of a rank: the least memory that is not refused, found by halving."""
     model = model or config.model
-    shape = shape or GridShape()
+    resolved = Resolved(config, shape or GridShape())
     low, high = 0, 2**60
     while low + 1 < high:
         middle = (low + high) // 2
         try:
-            check_memory(model, config, shape, ranks, middle, **options)
+            check_memory(model, resolved, ranks, middle, **options)
             high = middle
         except ValueError:
             low = middle
@@ -36,14 +37,14 @@ def test_sizes_that_no_memory_holds_are_refused_with_both_numbers():
     changes = {"model.hidden_size": 200_000, "model.num_layers": 96}
     config = recipes.with_changes(GPT_RUN, changes)
     with pytest.raises(ValueError) as caught:
-        check_memory(config.model, config, GridShape(dp=2), 2, 25_200_000_000)
+        check_memory(config.model, Resolved(config, GridShape(dp=2)), 2, 25_200_000_000)
     assert str(caught.value) == (
         "the run needs at least 737 TB on each of 2 ranks, which share 25.2 GB of memory: "
         "lower model.vocab_size, model.hidden_size or model.num_layers, "
         "or use more nodes with parallel.tp or parallel.pp"
     )
     with pytest.raises(ValueError, match=r"at least 737 TB on a rank, which has [\d.]+ [GT]B of"):
-        check_memory(config.model, config, GridShape(), 1)
+        check_memory(config.model, Resolved(config, GridShape()), 1)
 
 
 @pytest.mark.parametrize(
@@ -59,14 +60,14 @@ def test_sizes_that_no_memory_holds_are_refused_with_both_numbers():
 def test_the_fields_of_the_largest_part_are_named(changes, fields):
     config = recipes.with_changes(GPT_RUN, changes)
     with pytest.raises(ValueError, match=fields) as caught:
-        check_memory(config.model, config, GridShape(), 1, 10**12)
+        check_memory(config.model, Resolved(config, GridShape()), 1, 10**12)
     assert "\n" not in str(caught.value)
 
 
 def test_a_permutation_of_too_many_samples_is_refused():
-    check_memory(GPT_RUN.model, GPT_RUN, GridShape(), 1, 10**9, num_samples=10**7)
+    check_memory(GPT_RUN.model, Resolved(GPT_RUN, GridShape()), 1, 10**9, num_samples=10**7)
     with pytest.raises(ValueError, match="at least 8"):
-        check_memory(GPT_RUN.model, GPT_RUN, GridShape(), 1, 10**9, num_samples=10**9)
+        check_memory(GPT_RUN.model, Resolved(GPT_RUN, GridShape()), 1, 10**9, num_samples=10**9)
 
 
 @pytest.mark.parametrize("dtype, value_bytes", [("float32", 4), ("bfloat16", 4), ("float64", 8)])

@@ -192,8 +192,8 @@ def plain(rank: int, changes: Mapping[str, Any]) -> list[dict[str, float]]:
     size = dist.get_world_size()
     config = recipes.with_changes(RECIPE, {**SHORT, **changes})
     world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    grid = Grid.create(combinations.check(config, size))
-    return train(build(config, world, grid, make_task(config)))
+    resolved = combinations.resolve(config, size)
+    return train(build(resolved, world, Grid.create(resolved.shape), make_task(config)))
 
 
 # ---- memory

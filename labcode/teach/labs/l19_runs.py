@@ -109,8 +109,8 @@ def train(options: str, out: str, fault: Fault | None = None) -> Trained:
     said = io.StringIO()
     history: list[dict[str, float]] = []
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        grid = Grid.create(combinations.check(config, size))
-        training = build(config, world, grid, make_task(config))
+        resolved = combinations.resolve(config, size)
+        training = build(resolved, world, Grid.create(resolved.shape), make_task(config))
         if fault is not None and fault.rank == rank:
             plant(training, fault)
         try:
@@ -138,8 +138,8 @@ def lines_written(yaml: str, out: str) -> dict[str, int]:
     rank = dist.get_rank()
     world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
     with contextlib.redirect_stdout(io.StringIO()):
-        grid = Grid.create(combinations.check(config, size))
-        training = build(config, world, grid, make_task(config))
+        resolved = combinations.resolve(config, size)
+        training = build(resolved, world, Grid.create(resolved.shape), make_task(config))
         chosen = debug.chosen_layers(training.model, Path(yaml))
         debugger = debug.Debugger(training.model, chosen, Path(out))
     training.model.forward_backward(training.loader.take(0))
