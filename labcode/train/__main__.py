@@ -20,7 +20,14 @@ OF_A_JOB = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCI
 
 
 def main(args: Sequence[str]) -> int:
-    """Run the program; returns its exit code: 0, 2 after a user error, 130 after Ctrl-C."""
+    """Run the program.
+
+    Args:
+        args: The words of the command line, without the program.
+
+    Returns:
+        The exit code: 0, 2 after a user error, 130 after Ctrl-C.
+    """
     started_by = os.getppid()  # asked now: it may end while torch is imported
     ctrl_c = CtrlC()
     ctrl_c.listen()
@@ -61,6 +68,8 @@ def _main(args: Sequence[str], ctrl_c: CtrlC, started_by: int) -> int:
 
 def _check_for_one_process(config: Config, args: Sequence[str]) -> None:
     """Raises UsageError for what one process cannot run; where it takes more, how to start them.
+
+    `run` asks again, for the ranks that there are. Here a mistake is told before torch is imported.
 
     Args:
         config: The run.

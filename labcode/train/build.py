@@ -261,6 +261,7 @@ def _fp8(config: Config, grid: Grid) -> Fp8 | None:
     if config.train.dtype != "fp8":
         return None
     groups = {"all": ("dp", "cp", "tp"), "tp": ("tp",), "none": ()}
+    # the ranks whose largest number counts for the scale of a tensor; () is this rank alone
     group = grid.group(*groups[config.fp8.share])
     return Fp8(make_recipe(config.fp8), group, config.fp8.skip)
 
@@ -268,6 +269,9 @@ def _fp8(config: Config, grid: Grid) -> Fp8 | None:
 def _optimizer(
     config: Config, grid: Grid, model: ParallelModel, optim: OptimConfig
 ) -> torch.optim.Optimizer:
+    """The optimizer of this rank's weights."""
+    # Under our ZeRO the weights of a rank are its shards, on which any optimizer steps. PyTorch's
+    # stage 1 leaves them whole and divides the step, so it has to know who else takes part.
     by_torch = config.parallel.zero_stage == 1 and config.parallel.data_parallel == "ddp"
     group = grid.group("dp") if by_torch else None
     return make_optimizer(model.weights.values(), optim, group)
