@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from labcode.command import UsageError, parse
+from labcode.arguments import UsageError
+from labcode.command import parse
 from labcode.config import Config, GPTConfig, ParallelConfig
 from labcode.perf.of_config import SHIPPED_TOKENS
 from labcode.perf.one_rank import Calls, rank_activation_bytes, rank_calls, rank_parameters
