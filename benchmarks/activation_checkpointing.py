@@ -13,13 +13,12 @@ PyTorch's own without a fused kernel, which stores the scores.
 
 import statistics
 import sys
-import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from side_by_side import machine, options, outer_quartiles, write
+from side_by_side import machine, options, outer_quartiles, seconds_of, taking_turns, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labcode.comm import bootstrap
@@ -54,19 +53,10 @@ def kept_bytes(model: ParallelModel, batch: Batch) -> int:
 
 
 def seconds(model: ParallelModel, batch: Batch) -> float:
-    """Of one forward and backward."""
-    wait_for_device(batch)
-    started = time.perf_counter()
-    model.forward_backward([batch])
-    wait_for_device(batch)
-    found = time.perf_counter() - started
+    """Seconds of one forward and backward."""
+    found = seconds_of(lambda: model.forward_backward([batch]))
     model.zero_grad(set_to_none=True)
     return found
-
-
-def wait_for_device(batch: Batch) -> None:
-    if batch[0].is_cuda:
-        torch.cuda.synchronize()
 
 
 def measured(
@@ -84,7 +74,9 @@ def measured(
     with kernels(attention):
         for kind, model in models.items():
             kept[kind] = kept_bytes(model, batch)
-        times = taking_turns(models, batch, rounds)
+        for model in models.values():
+            seconds(model, batch)
+        times = taking_turns(models, rounds, lambda model: seconds(model, batch))
     rows = []
     for kind in KINDS:
         formula = model_activations(
@@ -107,21 +99,6 @@ def measured(
             }
         )
     return rows
-
-
-def taking_turns(
-    models: dict[str, ParallelModel], batch: Batch, rounds: int
-) -> dict[str, list[float]]:
-    """{kind: seconds of each round}."""
-    times: dict[str, list[float]] = {kind: [] for kind in models}
-    order = list(models)
-    for kind in order:
-        seconds(models[kind], batch)
-    for _ in range(rounds):
-        for kind in order:
-            times[kind].append(seconds(models[kind], batch))
-        order = order[1:] + order[:1]
-    return times
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from side_by_side import HEAD, machine, options, report, write
+from side_by_side import HEAD, machine, options, report, seconds_together, taking_turns, write
 
 from labcode.config import GPTConfig, OptimConfig
 from labcode.pool.ranks import Ranks
@@ -71,10 +71,6 @@ def times(
     rank: int, config: GPTConfig, batch: int, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
     """({contestant: seconds of each round}, {contestant: bytes of each message}) of this rank."""
-    import time
-
-    import torch.distributed as dist
-
     from labcode.comm.counting import counted
 
     field = {}
@@ -91,15 +87,7 @@ def times(
         messages[who] = [call.num_bytes for call in calls if call.kind == "all_reduce"]
         assert messages[who] == messages[OURS], f"the buckets differ: {messages}"
         field[who] = step
-    found = {who: [] for who in field}
-    order = list(field)
-    for _ in range(rounds):
-        for who in order:
-            dist.barrier()
-            start = time.perf_counter()
-            field[who]()
-            found[who].append(time.perf_counter() - start)
-        order = order[1:] + order[:1]
+    found = taking_turns(field, rounds, seconds_together)
     return found, messages
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from side_by_side import HEAD, machine, options, report, write
+from side_by_side import HEAD, machine, options, report, taking_turns, write
 
 from labcode import combinations
 from labcode.pool.ranks import Ranks
@@ -108,12 +108,7 @@ def times(
 
     for who in field:
         run(who, looks=who != NEVER)
-    found: dict[str, list[float]] = {who: [] for who in field}
-    order = list(field)
-    for _ in range(rounds):
-        for who in order:
-            found[who].append(run(who, looks=who == ON))
-        order = order[1:] + order[:1]
+    found = taking_turns({who: who for who in field}, rounds, lambda who: run(who, looks=who == ON))
     for step in field.values():
         step.training.close()
     return found

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import torch
-from side_by_side import machine, options, outer_quartiles, write
+from side_by_side import machine, options, outer_quartiles, taking_turns, write
 
 from labcode import combinations, recipes
 from labcode.comm import bootstrap
@@ -43,9 +43,9 @@ def look_s(world: World, folder: Path) -> float:
     return statistics.median(seconds)
 
 
-def round_s(step: TrainStep, period_s: float, steps: int, folder: Path) -> float:
+def round_s(step: TrainStep, period_s: float, steps: int, scratch: Path) -> float:
     """Seconds of a step while the device is sampled."""
-    writer = MetricsWriter(folder)
+    writer = MetricsWriter(Path(tempfile.mkdtemp(dir=scratch)))
     meter = meter_for(step.training.world.device)
     started = time.perf_counter()
     with DeviceSampler(meter, period_s, lambda: 1, writer.write_device):
@@ -64,15 +64,13 @@ def main() -> None:
     resolved = combinations.resolve(config, 1)
     step = TrainStep(build(resolved, world, Grid.create(resolved.shape), make_task(config)))
     step()
-    found = {period_s: [] for period_s in PERIODS_S}
     with tempfile.TemporaryDirectory() as scratch:
         cost_s = look_s(world, Path(scratch))
-        for number in range(given.rounds):
-            turns = PERIODS_S[number % 3 :] + PERIODS_S[: number % 3]
-            for period_s in turns:
-                folder = Path(scratch) / f"{number}-{period_s}"
-                folder.mkdir()
-                found[period_s].append(round_s(step, period_s, given.steps, folder))
+        found = taking_turns(
+            {period_s: period_s for period_s in PERIODS_S},
+            given.rounds,
+            lambda period_s: round_s(step, period_s, given.steps, Path(scratch)),
+        )
     bootstrap.stop()
     print(f"one look, with its row: {cost_s * 1e6:.0f} microseconds\n")
     print("| a look each | ms per step, median | with / without, median | quartiles |")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from side_by_side import HEAD, machine, options, report, write
+from side_by_side import HEAD, machine, options, report, taking_turns, write
 from torch import nn
 
 from labcode.config import GPTConfig
@@ -112,33 +112,33 @@ def times(rank: int, name: str, rounds: int, steps: int) -> tuple[dict[str, list
     field = {who: Script(name) for who in (NEVER, ON, OFF)}
     before = (torch.Tensor.backward, dist.all_reduce, torch.save)
     for who, script in field.items():
-        looks_on = contextlib.nullcontext()
+        watch = contextlib.nullcontext()
         if who == OFF:
-            looks_on = doctor.watch(script.model, script.optimizer, loader=script.loader)
-        with looks_on:
+            watch = doctor.watch(script.model, script.optimizer, loader=script.loader)
+        with watch:
             script.train(3)
-    found = {who: [] for who in field}
     around_s = []
-    order = list(field)
-    for _ in range(rounds):
-        for who in order:
-            script = field[who]
-            dist.barrier()
-            entered = time.perf_counter()
-            looks_on: Any = contextlib.nullcontext()
-            if who == ON:
-                looks_on = doctor.watch(script.model, script.optimizer, loader=script.loader)
-            else:
-                assert before == (torch.Tensor.backward, dist.all_reduce, torch.save)
-            with looks_on:
-                start = time.perf_counter()
-                script.train(steps)
-                seconds = time.perf_counter() - start
-            if who == ON:
-                around_s.append(time.perf_counter() - entered - seconds)
-                assert looks_on.findings == [], looks_on.findings
-            found[who].append(seconds / steps)
-        order = order[1:] + order[:1]
+
+    def run(who: str) -> float:
+        """Seconds of a step, without those for entering and leaving."""
+        script = field[who]
+        dist.barrier()
+        entered = time.perf_counter()
+        watch: Any = contextlib.nullcontext()
+        if who == ON:
+            watch = doctor.watch(script.model, script.optimizer, loader=script.loader)
+        else:
+            assert before == (torch.Tensor.backward, dist.all_reduce, torch.save)
+        with watch:
+            start = time.perf_counter()
+            script.train(steps)
+            seconds = time.perf_counter() - start
+        if who == ON:
+            around_s.append(time.perf_counter() - entered - seconds)
+            assert watch.findings == [], watch.findings
+        return seconds / steps
+
+    found = taking_turns({who: who for who in field}, rounds, run)
     assert field[ON].losses == field[NEVER].losses == field[OFF].losses
     return found, statistics.median(around_s)
 

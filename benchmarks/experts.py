@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from side_by_side import HEAD, machine, options, report, write
+from side_by_side import HEAD, machine, options, report, seconds_together, taking_turns, write
 
 from labcode.models.moe import MoE
 from labcode.pool.ranks import Ranks
@@ -119,24 +119,13 @@ def times(
     rank: int, batch: int, tokens: int, hidden: int, rounds: int
 ) -> dict[tuple[str, int], list[float]]:
     """{(way, ep): seconds of each round on this rank}."""
-    import time
-
     field = {}
     for ep in (1, 2):
         for way in WAYS:
             field[way, ep] = passes(way, rank, ep, batch, tokens, hidden)
         for ours, theirs in zip(*[field[way, ep]() for way in WAYS], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
-    found = {who: [] for who in field}
-    order = list(field)
-    for _ in range(rounds):
-        for who in order:
-            dist.barrier()
-            start = time.perf_counter()
-            field[who]()
-            found[who].append(time.perf_counter() - start)
-        order = order[1:] + order[:1]
-    return found
+    return taking_turns(field, rounds, seconds_together)
 
 
 def main() -> None:

@@ -12,13 +12,11 @@ too: `torch._scaled_mm` has it for later GPUs.
 """
 
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from side_by_side import machine, options, outer_quartiles, write
+from side_by_side import machine, options, outer_quartiles, seconds_of, taking_turns, write
 from torch import nn
 
 from labcode.precision.fp8 import (
@@ -69,30 +67,15 @@ class Contestant:
             self.fp8.finish_step()
 
 
-def seconds_of(work: Callable[[], None], device: torch.device) -> float:
-    """How long one call takes until the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
-
-
 def race(size: int, rounds: int, device: torch.device) -> list[dict[str, Any]]:
     """A row for each contestant and kind of work."""
     field = {name: Contestant(name, size, device) for name in (BFLOAT16, *RECIPES)}
     rows = []
     for kind in ("forward", "step"):
-        found: dict[str, list[float]] = {name: [] for name in field}
-        for contestant in field.values():
-            getattr(contestant, kind)()
-        order = list(field)
-        for _ in range(rounds):
-            for name in order:
-                found[name].append(seconds_of(getattr(field[name], kind), device))
-            order = order[1:] + order[:1]
+        works = {name: getattr(contestant, kind) for name, contestant in field.items()}
+        for work in works.values():
+            work()
+        found = taking_turns(works, rounds, seconds_of)
         for name, seconds in found.items():
             ratios = [a / b for a, b in zip(seconds, found[BFLOAT16], strict=True)]
             row = {

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fp8 import seconds_of
-from side_by_side import machine, options, outer_quartiles, write
+from side_by_side import machine, options, outer_quartiles, seconds_of, taking_turns, write
 from torch.nn import functional as F
 
 RESULTS = Path(__file__).parent / "results"
@@ -78,13 +77,7 @@ def race(field: dict[str, Callable[[], torch.Tensor]], rounds: int) -> list[dict
     """A row for each contestant."""
     results = {name: forward() for name, forward in field.items()}
     truth = results[BFLOAT16].float()
-    device = truth.device
-    found: dict[str, list[float]] = {name: [] for name in field}
-    order = list(field)
-    for _ in range(rounds):
-        for name in order:
-            found[name].append(seconds_of(field[name], device))
-        order = order[1:] + order[:1]
+    found = taking_turns(field, rounds, seconds_of)
     rows = []
     for name, seconds in found.items():
         ratios = [a / b for a, b in zip(found[BFLOAT16], seconds, strict=True)]

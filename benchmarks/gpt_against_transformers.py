@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import transformers
-from side_by_side import options, outer_quartiles, write
+from side_by_side import options, outer_quartiles, taking_turns, write
 from torch import nn
 
 from labcode import recipes
@@ -140,12 +140,7 @@ def compare(name: str, config: GPTConfig, batch: int, rounds: int, device: str) 
             losses[who], losses["labcode"], rtol=1e-2 if device == "cuda" else 1e-4, atol=0
         )
     steps = max(1, round(TARGET_S / field["labcode"].seconds(tokens, targets, 2)))
-    times = {who: [] for who in field}
-    order = list(field)
-    for _ in range(rounds):
-        for who in order:
-            times[who].append(field[who].seconds(tokens, targets, steps))
-        order = order[1:] + order[:1]
+    times = taking_turns(field, rounds, lambda one: one.seconds(tokens, targets, steps))
     rows = {}
     for who, found in times.items():
         ratios = [ours / theirs for ours, theirs in zip(times["labcode"], found)]

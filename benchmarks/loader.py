@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from side_by_side import machine, options, outer_quartiles, write
+from side_by_side import machine, options, outer_quartiles, taking_turns, write
 from torch.utils.data import DataLoader, Dataset
 
 from labcode.config import LoaderConfig, WeatherData
@@ -131,11 +131,10 @@ def measure(layout: str, path: Path, settings: Any) -> list[dict[str, Any]]:
     dataset = weather.load(config).train
     order = Batches(len(dataset), BATCH)
     everyone = contestants(dataset, order)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in everyone}
-    for number in range(settings.rounds):
-        names = list(everyone)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            found[name].append(run(everyone[name], settings.steps, settings.compute_ms / 1e3))
+    compute_s = settings.compute_ms / 1e3
+    found = taking_turns(
+        everyone, settings.rounds, lambda epoch: run(epoch, settings.steps, compute_s)
+    )
     rows = []
     plain_s = [step_s for step_s, _ in found["plain loop"]]
     for name, values in found.items():

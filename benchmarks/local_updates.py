@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from side_by_side import HEAD, machine, options, report, write
+from side_by_side import HEAD, machine, options, report, seconds_together, taking_turns, write
 
 from labcode.config import GPTConfig, OptimConfig
 from labcode.pool.ranks import Ranks
@@ -66,9 +66,6 @@ def times(
     rank: int, config: GPTConfig, batch: int, every: int, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, int], int]:
     """({contestant: seconds of a step}, {contestant: bytes reduced in a round}, weight bytes)."""
-    import time
-
-    import torch.distributed as dist
 
     from labcode.comm.counting import counted
 
@@ -82,15 +79,7 @@ def times(
             one_round()
         reduced[who] = sum(call.num_bytes for call in calls if call.kind == "all_reduce")
         field[who] = one_round
-    found = {who: [] for who in field}
-    order = list(field)
-    for _ in range(rounds):
-        for who in order:
-            dist.barrier()
-            start = time.perf_counter()
-            field[who]()
-            found[who].append((time.perf_counter() - start) / every)
-        order = order[1:] + order[:1]
+    found = taking_turns(field, rounds, lambda run: seconds_together(run) / every)
     return found, reduced, weight_bytes
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from side_by_side import HEAD, machine, options, report, write
+from side_by_side import HEAD, machine, options, report, seconds_together, taking_turns, write
 from torch import nn
 
 from labcode.pool.ranks import Ranks
@@ -121,23 +121,11 @@ def contestants(schedule_name: str, sizes: Sizes) -> dict[str, Step]:
 
 def times(rank: int, schedule_name: str, sizes: Sizes, rounds: int) -> dict[str, list[float]]:
     """{implementation: seconds of each round on this rank}."""
-    import time
-
-    import torch.distributed as dist
-
     field = contestants(schedule_name, sizes)
     (loss, grads), (other_loss, other_grads) = (run() for run in field.values())
     torch.testing.assert_close(loss, other_loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(grads, other_grads, rtol=1e-4, atol=1e-6)
-    found, order = {who: [] for who in field}, list(field)
-    for _ in range(rounds):
-        for who in order:
-            dist.barrier()
-            start = time.perf_counter()
-            field[who]()
-            found[who].append(time.perf_counter() - start)
-        order.reverse()
-    return found
+    return taking_turns(field, rounds, seconds_together)
 
 
 class Sleep(torch.autograd.Function):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from side_by_side import machine, options, outer_quartiles, write
+from side_by_side import machine, options, outer_quartiles, taking_turns, write
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from labcode import recipes
@@ -104,28 +104,24 @@ class Training:
             recorder.export_chrome_trace(str(Path(folder) / "trace.json.gz"))
 
 
-def measure(rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:
-    """{variant: {"step_s": of each round, "rest_s": start and file of each round}}."""
+def measure(rounds: int, steps: int) -> dict[str, list[tuple[float, float]]]:
+    """{variant: (seconds of a step, seconds of start and file) of each round}."""
     torch.set_num_threads(1)
     training = Training()
-    found: dict[str, dict[str, list[float]]] = {}
-    for number in range(rounds + 1):  # the first one warms up
-        turn = number % len(VARIANTS)
-        order = VARIANTS[turn:] + VARIANTS[:turn]
-        for variant in order:
-            begun = time.perf_counter()
-            with training.recorded(variant) as step:
-                step()  # what a profiler does once, it does here
-                started = time.perf_counter()
-                for _ in range(steps):
-                    step()
-                seconds = time.perf_counter() - started
-            rest_s = time.perf_counter() - begun - seconds
-            if number:
-                kept = found.setdefault(variant, {"step_s": [], "rest_s": []})
-                kept["step_s"].append(seconds / steps)
-                kept["rest_s"].append(rest_s)
-    return found
+
+    def run(variant: str) -> tuple[float, float]:
+        begun = time.perf_counter()
+        with training.recorded(variant) as step:
+            step()  # what a profiler does once, it does here
+            started = time.perf_counter()
+            for _ in range(steps):
+                step()
+            seconds = time.perf_counter() - started
+        return seconds / steps, time.perf_counter() - begun - seconds
+
+    for variant in VARIANTS:
+        run(variant)  # warms up
+    return taking_turns({variant: variant for variant in VARIANTS}, rounds, run)
 
 
 def main() -> None:
@@ -145,10 +141,10 @@ def main() -> None:
     print("|---|---:|---:|---:|---:|")
     for variant, kept in found.items():
         ratios = []
-        for with_s, without_s in zip(kept["step_s"], found["off"]["step_s"]):
+        for (with_s, _), (without_s, _) in zip(kept, found["off"]):
             ratios.append(with_s / without_s)
-        step_ms = statistics.median(kept["step_s"]) * 1e3
-        rest_ms = statistics.median(kept["rest_s"]) * 1e3
+        step_ms = statistics.median(step_s for step_s, _ in kept) * 1e3
+        rest_ms = statistics.median(rest_s for _, rest_s in kept) * 1e3
         low, high = outer_quartiles(ratios)
         ratio = statistics.median(ratios)
         print(

@@ -18,7 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from side_by_side import options, outer_quartiles, slowest_rank, write
+from side_by_side import (
+    options,
+    outer_quartiles,
+    seconds_together,
+    slowest_rank,
+    taking_turns,
+    write,
+)
 
 from labcode.hardware import usable_cores
 from labcode.pool.ranks import Ranks
@@ -69,15 +76,7 @@ def times(
     rank: int, layouts: list[str], shape: Shape, rounds: int
 ) -> dict[tuple[str, str], list[float]]:
     """{(way, layout): seconds on this rank in each round}; all contestants take turns."""
-    import time
-
     import torch
-    import torch.distributed as dist
-
-    def wait() -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        dist.barrier()
 
     field = {}
     for layout in layouts:
@@ -87,17 +86,7 @@ def times(
         for a, b in zip(*(field[way, layout]() for way in WAYS)):
             tolerance = 0.05 if a.dtype == torch.bfloat16 else 1e-3
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-    found, order = {who: [] for who in field}, list(field)
-    for _ in range(rounds):
-        for who in order:
-            wait()
-            start = time.perf_counter()
-            field[who]()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            found[who].append(time.perf_counter() - start)
-        order = order[1:] + order[:1]
-    return found
+    return taking_turns(field, rounds, seconds_together)
 
 
 def memory(rank: int, way: str, layout: str, shape: Shape) -> tuple[int, int]:

@@ -4,10 +4,13 @@ import argparse
 import json
 import platform
 import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from labcode.hardware import usable_cores
 
@@ -16,6 +19,11 @@ HEAD = (
     "| ours / theirs, median | quartiles |\n"
     "|---|---|---:|---:|---:|---:|"
 )
+
+
+Who = TypeVar("Who")  # the name of a contestant
+Contestant = TypeVar("Contestant")
+Found = TypeVar("Found")
 
 
 def options(description: str | None, **defaults: int) -> argparse.ArgumentParser:
@@ -47,6 +55,45 @@ def write(path: Path, record: dict[str, Any]) -> None:
     """Write the record of a run, for people and for programs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def taking_turns(
+    field: dict[Who, Contestant], rounds: int, measure: Callable[[Contestant], Found]
+) -> dict[Who, list[Found]]:
+    """{contestant: what was measured in each round}, all contestants within each round.
+
+    Each round begins with the next contestant. What else the machine does in a round meets all of
+    them, which is why ratios are taken within a round.
+    """
+    found: dict[Who, list[Found]] = {who: [] for who in field}
+    order = list(field)
+    for _ in range(rounds):
+        for who in order:
+            found[who].append(measure(field[who]))
+        order = order[1:] + order[:1]
+    return found
+
+
+def seconds_together(run: Callable[[], Any]) -> float:
+    """Seconds of a run on this rank, which all ranks begin together."""
+    wait_for_device()
+    dist.barrier()
+    return seconds_of(run)
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    """Seconds of a run, until the device has done it."""
+    wait_for_device()
+    started = time.perf_counter()
+    run()
+    wait_for_device()
+    return time.perf_counter() - started
+
+
+def wait_for_device() -> None:
+    """Wait for the kernels of this process, if it has launched any on a GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def outer_quartiles(values: list[float]) -> list[float]:

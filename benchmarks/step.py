@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import transformers
 from gpt_against_transformers import gpt2, setups
-from side_by_side import machine, options, outer_quartiles, write
+from side_by_side import machine, options, outer_quartiles, taking_turns, write
 
 from labcode.comm import bootstrap
 from labcode.comm.grid import Grid
@@ -166,21 +166,6 @@ def variants(device: torch.device, compiles: bool) -> tuple[Variant, ...]:
     return (*found, COMPILED) if compiles or device.type == "cuda" else found
 
 
-def taking_turns(field: dict[tuple[str, str], Contestant], batch: Batch, rounds: int) -> dict:
-    """{(variant, who): seconds of each round}."""
-    times: dict[tuple[str, str], list[float]] = {}
-    for key, contestant in field.items():
-        contestant.first_s = contestant.seconds(batch)
-        contestant.seconds(batch, 2)
-        times[key] = []
-    order = list(field)
-    for _ in range(rounds):
-        for key in order:
-            times[key].append(field[key].seconds(batch, 2))
-        order = order[1:] + order[:1]
-    return times
-
-
 def table(
     chosen: tuple[Variant, ...],
     field: dict[tuple[str, str], Contestant],
@@ -230,7 +215,11 @@ def main() -> None:
         field[variant.name, "ours"] = Ours(config, variant, device)
         if variant.theirs:
             field[variant.name, "theirs"] = Theirs(config, variant, device)
-    rows = table(chosen, field, taking_turns(field, batch, given.rounds))
+    for contestant in field.values():
+        contestant.first_s = contestant.seconds(batch)
+        contestant.seconds(batch, 2)
+    times = taking_turns(field, given.rounds, lambda one: one.seconds(batch, 2))
+    rows = table(chosen, field, times)
     print("| options | ours ms | theirs ms | ours / theirs | quartiles | gain | first step s |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for row in rows:

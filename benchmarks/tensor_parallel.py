@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from side_by_side import HEAD, machine, options, report, write
+from side_by_side import HEAD, machine, options, report, seconds_together, taking_turns, write
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -149,10 +149,6 @@ def times(
     rank: int, config: GPTConfig, batch: int, rounds: int
 ) -> dict[tuple[str, bool], list[float]]:
     """{(way, sequence parallel): seconds of each round on this rank}."""
-    import time
-
-    import torch.distributed as dist
-
     field = {}
     for sequence in (False, True):
         for way in WAYS:
@@ -162,15 +158,7 @@ def times(
         torch.testing.assert_close(
             torch.stack([step().detach() for _ in range(3)]), expected, rtol=1e-4, atol=1e-4
         )
-    found, order = {who: [] for who in field}, list(field)
-    for _ in range(rounds):
-        for who in order:
-            dist.barrier()
-            start = time.perf_counter()
-            field[who]()
-            found[who].append(time.perf_counter() - start)
-        order = order[1:] + order[:1]
-    return found
+    return taking_turns(field, rounds, seconds_together)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from side_by_side import HEAD, machine, options, report, write
+from side_by_side import HEAD, machine, options, report, seconds_together, taking_turns, write
 
 from labcode.config import GPTConfig, OptimConfig, ParallelConfig
 from labcode.perf.state_memory import state_bytes
@@ -71,10 +71,6 @@ def times(
     rank: int, config: GPTConfig, batch: int, rounds: int
 ) -> tuple[dict[tuple[int, str], list[float]], dict[tuple[int, str], tuple[int, int, int]]]:
     """({contestant: seconds of each round}, {contestant: bytes kept}) of this rank."""
-    import time
-
-    import torch.distributed as dist
-
     plain, _ = stepper(0, "ddp", config, batch)
     expected = torch.stack([plain() for _ in range(3)])
     field = {}
@@ -86,15 +82,7 @@ def times(
             torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
             field[stage, whose] = step
             kept[stage, whose] = weigh()
-    found = {who: [] for who in field}
-    order = list(field)
-    for _ in range(rounds):
-        for who in order:
-            dist.barrier()
-            start = time.perf_counter()
-            field[who]()
-            found[who].append(time.perf_counter() - start)
-        order = order[1:] + order[:1]
+    found = taking_turns(field, rounds, seconds_together)
     return found, kept
 
 

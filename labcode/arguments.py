@@ -29,7 +29,7 @@ REQUIRED = "the following arguments are required: "
 
 
 class UsageError(ValueError):
-    """What was typed cannot be run; the message is one line."""
+    """What was typed cannot be run; the message is one line that says what exists."""
 
 
 class Parser(argparse.ArgumentParser):

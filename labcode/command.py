@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import pydantic
 
 from labcode import recipes
+from labcode.arguments import UsageError
 from labcode.config import Config
 from labcode.fields import SHOWN_CHARACTERS, alternatives, described, shown
 from labcode.files import print_out
@@ -31,10 +32,6 @@ PROGRAM = "python -m labcode.train"
 HELP = ("-h", "--help")
 DASHES = "-\N{EN DASH}\N{EM DASH}"  # a word processor makes one long dash of two
 MOST_NAME_CHARACTERS = 100  # of an option
-
-
-class UsageError(ValueError):
-    """What the user typed cannot be run; the message is one line that says what exists."""
 
 
 def parse(args: Sequence[str]) -> Config:

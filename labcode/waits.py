@@ -4,19 +4,37 @@
     88); ranks 0-2 wait in all_reduce #812 of [1024] among ranks 0-3
 
 `labcode.doctor` tells it of a job that runs, `labcode.slurm.log` of one that PyTorch's watchdog has
-ended: one sentence for both.
+ended: one sentence for both. The ranks behind a notebook and the simulated ones of an exercise,
+which know every call and not the collectives alone, have the rule from here.
 
 Held by: tests/unit/test_hang.py, tests/unit/test_job_log.py
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from labcode.units import ranks_text
 
 NO_ANSWER = ("does not answer", "do not answer", " (stopped, killed, or busy in C code for long)")
+
+
+EVERY_RANK = "every rank that a call needs has to make it"
+
+
+def broken_rule(operations: Iterable[str]) -> str:
+    """The rule that ranks break which wait for each other.
+
+    Args:
+        operations: In what the ranks wait, if all of the world wait.
+    """
+    waiting = set(operations)
+    if waiting == {"send"}:
+        return "all of them wait in send, and none receives"
+    if waiting == {"recv"}:
+        return "all of them wait in recv, and none sends"
+    return EVERY_RANK
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,26 @@ import torch.distributed as dist
 def exchange(
     send: torch.Tensor, to: int, receive: torch.Tensor, source: int, group: dist.ProcessGroup
 ) -> int:
-    """Send one tensor while receiving another; both are under way before either is waited for.
+    """Send one tensor while receiving another, and wait for both.
 
-    If each rank waited for its send first, all ranks of a ring could wait for each other.
+    The arguments are those of `start_exchange`.
+
+    Returns:
+        Bytes sent.
+    """
+    for work in start_exchange(send, to, receive, source, group):
+        work.wait()
+    return send.numel() * send.element_size()
+
+
+def start_exchange(
+    send: torch.Tensor, to: int, receive: torch.Tensor, source: int, group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """Start to send one tensor and to receive another.
+
+    They are one batch: if each rank of a ring waited for its send first, each would wait for a
+    receiver. Empty tensors, which exist where there are more ranks than rows, are not sent; both
+    sides know the shape, so neither waits for the other.
 
     Args:
         send: The tensor for group rank `to`, contiguous.
@@ -45,18 +62,22 @@ def exchange(
         group: The ranks of the ring.
 
     Returns:
-        Bytes sent.
+        The works to wait for.
     """
     operations = []
-    # where p is larger than the tensor, some chunks are empty and are not sent
+    # group_peer counts within the group; `peer` would be a global rank
     if send.numel():
         operations.append(dist.P2POp(dist.isend, send, group=group, group_peer=to))
     if receive.numel():
         operations.append(dist.P2POp(dist.irecv, receive, group=group, group_peer=source))
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-    return send.numel() * send.element_size()
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _place_on_the_ring(group: dist.ProcessGroup) -> tuple[int, int, int, int]:
+    """(rank, number of ranks, right neighbour, left neighbour) in the group."""
+    rank = group.rank()
+    p = group.size()
+    return rank, p, (rank + 1) % p, (rank - 1) % p
 
 
 def reduce_scatter_phase(chunks: list[torch.Tensor], group: dist.ProcessGroup) -> int:
@@ -70,10 +91,7 @@ def reduce_scatter_phase(chunks: list[torch.Tensor], group: dist.ProcessGroup) -
     Returns:
         Bytes sent by this rank, about `(p-1)/p` of all chunks.
     """
-    rank = group.rank()
-    p = group.size()
-    right = (rank + 1) % p
-    left = (rank - 1) % p
+    rank, p, right, left = _place_on_the_ring(group)
     # One buffer of the largest chunk serves all steps: what has arrived is added before the next
     # message is received. So the ring needs n/p numbers of memory beside the tensor itself.
     largest = max(chunk.numel() for chunk in chunks)
@@ -97,10 +115,7 @@ def all_gather_phase(chunks: list[torch.Tensor], group: dist.ProcessGroup) -> in
     Returns:
         Bytes sent by this rank, about `(p-1)/p` of all chunks.
     """
-    rank = group.rank()
-    p = group.size()
-    right = (rank + 1) % p
-    left = (rank - 1) % p
+    rank, p, right, left = _place_on_the_ring(group)
     sent = 0
     for step in range(p - 1):
         # Step 0 sends the chunk that the phase before has finished here, step 1 the one that came

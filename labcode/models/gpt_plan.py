@@ -115,6 +115,7 @@ def _prepare(grid: Grid, sequence_parallel: bool, model: GPT) -> None:
             )
         tell_length(model, length)
 
+    # anew: the entries have put sharded modules in the place of embedding and head
     model.tie_weights()
     model.register_forward_pre_hook(tell)
 

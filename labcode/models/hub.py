@@ -114,6 +114,8 @@ class Family:
             for kind in ("weight", "bias"):
                 if kind == "bias" and (not config.bias or ours in ("embed", "positions")):
                     continue
+                # GPT-2's Conv1D is its linear layer; embeddings and norms are those of every
+                # library.
                 linear = ours.startswith("blocks.") and not is_norm and kind == "weight"
                 names = [f"{name}.{kind}" for name in theirs]
                 found[f"{ours}.{kind}"] = _stacked(
@@ -152,6 +154,7 @@ class Family:
                 )
             found.put("mlp", self.activation, kind)
             found.theirs["mlp"] = f"{self.activation}={name}"
+        # before the angles: they are told of the heads, whose number may not divide the width
         GPTConfig(**found.fields)  # refuses what is no size
         if found.fields["positions"] == "rotary":
             _describe_rotary(content, found)
@@ -195,6 +198,7 @@ class Described:
                 continue
             if name == "num_kv_heads" and theirs is None and config.kv_heads == config.num_heads:
                 continue
+            # None and the number that it stands for are the same model
             if name in OR_DERIVED:
                 theirs, ours = getattr(whole, OR_DERIVED[name]), getattr(config, OR_DERIVED[name])
             if not (theirs == ours or _is_close(theirs, ours)):
@@ -218,6 +222,7 @@ def _describe_rotary(content: Mapping[str, Any], found: Described) -> None:
         if not isinstance(value, Mapping):
             raise ValueError(f"{name}={value!r}, where names and values are expected")
         rope |= value
+    # "type" is what older versions of transformers call it
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ValueError(
@@ -226,6 +231,7 @@ def _describe_rotary(content: Mapping[str, Any], found: Described) -> None:
     part = rope.get("partial_rotary_factor", content.get("partial_rotary_factor", 1.0))
     if part not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor={part}: GPT turns all features of a head")
+    # bool is an int in Python; 10000 is what a file without the number means in all of these models
     base = rope.get("rope_theta", content.get("rope_theta")) or 10000.0
     if isinstance(base, bool) or not isinstance(base, int | float):
         raise ValueError(f"rope_theta={base!r} is not a number")
@@ -471,6 +477,7 @@ def config_json(config: GPTConfig) -> dict[str, Any]:
     for name, allowed in family.only.items():
         found[name] = allowed[0]
     found |= dict.fromkeys(family.dropouts, config.dropout)
+    # Said, since transformers would fill in those of the family, which need not be tokens of ours.
     return found | {"bos_token_id": None, "eos_token_id": None}
 
 
@@ -491,13 +498,16 @@ def state_dict(config: GPTConfig, weights: Mapping[str, torch.Tensor]) -> dict[s
     for ours, pieces in family.pieces(config).items():
         if ours == "head.weight" and config.tie_embeddings:
             continue
+        # One weight here may be several there: Llama has q, k and v, gate and up in tensors of
+        # their own.
         for piece in pieces:
             value = weights[ours]
             if piece.rows is not None:
                 value = value.narrow(0, piece.first, piece.rows)
             name = piece.name if piece.name == HEAD else family.prefix + piece.name
             # a copy: parts of one tensor share its memory, which a safetensors file cannot
-            found[name] = (value.t() if piece.transposed else value).clone().contiguous()
+            value = value.t() if piece.transposed else value
+            found[name] = value.clone(memory_format=torch.contiguous_format)
     return found
 
 
@@ -527,6 +537,7 @@ def load(model: GPT, state_dict: Mapping[str, torch.Tensor]) -> GPT:
     target = dict(model.named_parameters())
     values = {}
     for ours in target:
+        # The way back of `state_dict`: all pieces of a weight are transposed, or none is.
         parts = [found[piece.name] for piece in pieces[ours]]
         parts = [part.t() if pieces[ours][0].transposed else part for part in parts]
         value = torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -558,6 +569,7 @@ def bare_names(found: Mapping[str, Any]) -> dict[str, Any]:
     """
     bare = {bare_name(name): value for name, value in found.items()}
     firsts = {name.partition(".")[0] for name in bare}
+    # more than one: what a single name begins with is no sign of anything
     if len(bare) > 1 and len(firsts) == 1 and all("." in name for name in bare):
         return bare_names({name.partition(".")[2]: value for name, value in bare.items()})
     return bare
@@ -575,6 +587,7 @@ def check_names(pieces: Mapping[str, Iterable[Piece]], found: Iterable[str]) -> 
     for parts in pieces.values():
         expected.update(piece.name for piece in parts)
     missing = sorted(expected - set(found))
+    # the head is judged in `check_head`: with tied embeddings a file may have it or not
     unexpected = sorted(set(found) - expected - {HEAD})
     if missing or unexpected:
         raise ValueError(

@@ -37,6 +37,7 @@ from labcode.parallel.sharding import FullWeight, ParamSharding, Shard, broadcas
 from labcode.parallel.torch_data import PowerSGD, TorchDataParallel
 from labcode.parallel.zero import FullyShardedModule, ShardedDataParallel
 from labcode.parallel.zero.fsdp import TorchFullyShardedModule
+from labcode.parallel.zero.parameters import Materialize
 from labcode.precision.fp8 import Fp8
 
 MakePlan = Callable[[Any, Grid, ParallelConfig], ModelPlan]
@@ -109,6 +110,7 @@ def parallelize(
             "PowerSGD is a hook of PyTorch's DDP: use data_parallel=ddp and zero_stage=0 on a grid "
             "of dp alone"
         )
+    # the first stands for all: a model that is in part on the meta device is none that we build
     on_meta = next(model.parameters()).is_meta
     device = torch.device(device or "cpu") if on_meta else next(model.parameters()).device
     plan = (make_plan or _known_plan(model))(model.config, grid, parallel)
@@ -161,6 +163,7 @@ def parallelize(
 
 
 def _known_plan(model: nn.Module) -> MakePlan:
+    # the very class: a subclass may have modules of which its parent's plan knows nothing
     if type(model) not in PLANS:
         known = ", ".join(kind.__name__ for kind in PLANS)
         raise ValueError(
@@ -178,6 +181,7 @@ def _with_dropout_and_checkpointing(
     device: torch.device,
 ) -> ModelPlan:
     """The plan, with entries for what has to do with random numbers added behind its own."""
+    # With tp in it, unlike the seed of the process: here its ranks must draw different numbers.
     stream = RngStream(_seed_at(seed or 0, grid, "dp", "pp", "cp", "tp"), device)
 
     def isolated(module: nn.Module) -> nn.Module:
@@ -189,6 +193,7 @@ def _with_dropout_and_checkpointing(
     added = []
     for name in plan.isolated_dropout:
         added.append(PlanEntry(name, "dropout differs between ranks of tp", isolated))
+    # behind the others, so that it goes around them: what it repeats includes the switch of streams
     repeated = REPEATED_IN_BACKWARD[parallel.activation_checkpointing]
     if repeated is not None:
         added.append(PlanEntry(repeated, "activation checkpointing", repeated_in_backward))
@@ -201,6 +206,7 @@ def _with_plain_layers(plan: ModelPlan) -> ModelPlan:
     Groups of one rank give the same numbers, but each of their collectives is one more place where
     torch.compile has to leave its graph.
     """
+    # by their names, which every plan gives its layers
     entries = [entry for entry in plan.entries if not entry.modules.startswith("blocks.")]
     return replace(plan, entries=tuple(entries))
 
@@ -258,6 +264,7 @@ class _Draw:
     @torch.no_grad()
     def all(self) -> None:
         """Take the memory for all weights, and draw them; nothing is communicated."""
+        # All memory at once: a rank that has too little says so before minutes of drawing.
         self._model.to_empty(device=self._device).to(self._device, self._dtype)
         for name, param in self._model.named_parameters():
             param.copy_(self.one(name))
@@ -295,21 +302,9 @@ def _draw_rows_of_each(
 
     All ranks draw the same values, so that nothing has to be broadcast.
     """
-    group, others = _groups_of_zero(grid, parallel)
-    num_shares = grid.size("dp")
-
-    def make() -> Replica:
-        return FullyShardedModule(
-            model,
-            group,
-            reduce_dtype=reduce_dtype,
-            num_shares=num_shares,
-            replicas=others,
-            materialize=draw.one,
-            groups=of_experts,
-        )
-
-    return on_every_rank(make)
+    return on_every_rank(
+        lambda: _shard_over_dp(model, grid, parallel, reduce_dtype, of_experts, draw.one)
+    )
 
 
 def _groups_of_zero(
@@ -346,6 +341,8 @@ def _replicate(
         return TorchDataParallel(
             model, group, parallel.bucket_mb, num_shares, reduce_dtype, powersgd
         )
+    # Our own where DDP has no room: it would average a weight after the first backward of a
+    # pipeline.
     with_cp = dict.fromkeys(of_experts, grid.group("edp", "cp"))
     return DataParallel(model, group, parallel.bucket_mb, num_shares, reduce_dtype, groups=with_cp)
 
@@ -380,6 +377,7 @@ def _shard_over_dp(
     parallel: ParallelConfig,
     reduce_dtype: torch.dtype | None,
     of_experts: Mapping[nn.Parameter, dist.ProcessGroup],
+    materialize: Materialize | None = None,
 ) -> Replica:
     """Divide weights, gradients or the optimizer's state over dp; cp holds copies of the parts."""
     num_shares = grid.size("dp")
@@ -412,6 +410,7 @@ def _shard_over_dp(
         reduce_dtype=reduce_dtype,
         num_shares=num_shares,
         replicas=others,
+        materialize=materialize,
         groups=of_experts,
     )
 

@@ -83,6 +83,7 @@ def block_entries(
     heads = HeadParts.of(config, grid.size("tp"))
     enters = "all-gather, then column-parallel" if sequence else "column-parallel"
     leaves = "row-parallel, then reduce-scatter" if sequence else "row-parallel, then all-reduce"
+    # groups of one too: a layer on one rank of tp is the same class with nothing to send
     column = partial(ColumnParallelLinear, group=tp, sequence=sequence)
     row = partial(RowParallelLinear, group=tp, sequence=sequence)
 
@@ -172,6 +173,7 @@ def isolated_dropout(config: GPTConfig | ViTConfig, sequence_parallel: bool) -> 
     Heads are cut over tp, so attention is one of them; the residual stream is cut under sequence
     parallelism only.
     """
+    # nothing to isolate, and a switch of generators around each module costs time
     if config.dropout == 0:
         return ()
     if not sequence_parallel:

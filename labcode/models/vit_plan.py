@@ -43,6 +43,8 @@ def vit_plan(config: ViTConfig, grid: Grid, parallel: ParallelConfig) -> ModelPl
         return with_sharded_input(module, cut(parts.over_both, 0))
 
     def joined(module: nn.Module) -> nn.Module:
+        # The whole prediction on each rank, and the loss of it: a state is small beside what the
+        # layers send, and the weights of latitudes need no cutting.
         return with_output(module, parts.joined)
 
     stages = StagePlan(

@@ -11,11 +11,67 @@ own there, which is copied into the view and freed, one parameter at a time.
 Source: Li et al. 2020 (arXiv:2006.15704), section 3.2.3.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from labcode.comm.one_message import in_one_message
+
+SECOND_BACKWARD = (
+    "a second backward ran before finish_gradient_sync(), its gradient would be lost: call "
+    "finish_gradient_sync() after each backward, or run all but the last one inside no_sync()"
+)
+
+
+class Synchronized(nn.Module):
+    """A module around another one, whose gradients are averaged outside of `no_sync()`."""
+
+    _syncing = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it backward only accumulates: for all micro-batches of a step but the last."""
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
+
+
+def on_gradient(param: nn.Parameter, method: Callable[[nn.Parameter], None]) -> None:
+    """Call a bound method whenever backward has finished the gradient of a parameter.
+
+    The hook refers to nothing but weakly. Autograd holds hooks in C++, where Python's garbage
+    collector does not look: with a strong reference neither the model nor its buckets would ever be
+    freed, nor the process group with its threads.
+    """
+    alive = weakref.WeakMethod(method)
+
+    def hook(param: nn.Parameter) -> None:
+        call = alive()
+        if call is not None:
+            call(param)
+
+    param.register_post_accumulate_grad_hook(hook)
+
+
+def next_to_send(buckets: Iterable[Any]) -> Iterator[Any]:
+    """The full buckets that are not under way, up to the first bucket that still misses a gradient.
+
+    Collectives match by order, so all ranks must send in one order: a bucket that is full waits for
+    those before it, and one late gradient holds up all that follow.
+    """
+    for bucket in buckets:
+        if bucket.is_sent:
+            continue
+        if bucket.missing:
+            return
+        yield bucket
 
 
 class Bucket:
@@ -39,6 +95,11 @@ class Bucket:
         self.missing = set(self.params)
         self.message: torch.Tensor | None = None
         self.work: dist.Work | None = None
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether its all-reduce is under way."""
+        return self.work is not None
 
     @property
     def num_bytes(self) -> int:
@@ -208,13 +269,8 @@ def broadcast_together(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     first = dist.get_global_rank(group, 0)
-    with torch.no_grad():
-        for alike in by_kind.values():
-            flat = torch.cat([tensor.flatten() for tensor in alike])  # [all their numbers]
-            dist.broadcast(flat, src=first, group=group)
-            sizes = [tensor.numel() for tensor in alike]
-            for tensor, values in zip(alike, flat.split(sizes), strict=True):
-                tensor.copy_(values.view_as(tensor))
+    for alike in by_kind.values():
+        in_one_message(alike, dist.broadcast, src=first, group=group)
 
 
 def _views_into(

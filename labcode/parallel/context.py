@@ -38,6 +38,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from labcode.comm import collectives
+from labcode.comm.ring import start_exchange
 from labcode.parallel.attention_block import (
     Block,
     Kernel,
@@ -517,27 +518,13 @@ def _pass_on(
 ) -> tuple[list[dist.Work], torch.Tensor]:
     """Start to send `tensor` to the next rank and to receive one of `shape` from the one before.
 
-    Send and receive are one batch: if every rank of a ring sent first and received after, each
-    would wait for a receiver. Tensors without elements, which exist where there are more ranks than
-    tokens, are not sent; both sides know the shape, so neither waits for the other.
-
     Returns:
         (the works to wait for, the tensor in which the message arrives)
     """
     arriving = tensor.new_empty(shape)
-    operations = []
-    if tensor.numel():
-        next_rank = (plan.rank + 1) % plan.size
-        # group_peer counts within the ring; `peer` would be a global rank
-        operations.append(dist.P2POp(dist.isend, tensor, group=plan.group, group_peer=next_rank))
-    if arriving.numel():
-        previous_rank = (plan.rank - 1) % plan.size
-        operations.append(
-            dist.P2POp(dist.irecv, arriving, group=plan.group, group_peer=previous_rank)
-        )
-    if not operations:
-        return [], arriving
-    return dist.batch_isend_irecv(operations), arriving
+    to = (plan.rank + 1) % plan.size
+    source = (plan.rank - 1) % plan.size
+    return start_exchange(tensor, to, arriving, source, plan.group), arriving
 
 
 def _wait(works: Sequence[dist.Work]) -> None:

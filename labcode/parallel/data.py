@@ -13,10 +13,8 @@ DistributedDataParallel works in the same way.
 Source: Li et al. 2020 (arXiv:2006.15704), sections 3.2 and 4.2.
 """
 
-import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,18 +22,22 @@ import torch.distributed as dist
 from torch import nn
 
 from labcode.parallel.buckets import (
+    SECOND_BACKWARD,
     Bucket,
+    Synchronized,
     broadcast_together,
     cut_into_buckets,
     make_buckets,
     make_copies_equal,
+    next_to_send,
+    on_gradient,
     trained_last_first,
 )
 
 __all__ = ["Bucket", "DataParallel", "make_buckets"]
 
 
-class DataParallel(nn.Module):
+class DataParallel(Synchronized):
     """A module whose gradients are averaged over a group while backward runs.
 
     Call it like the module; after `loss.backward()` call `finish_gradient_sync()`, then step the
@@ -106,7 +108,6 @@ class DataParallel(nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
         self.shards: dict[str, nn.Parameter] = {}  # every rank keeps whole weights
-        self._syncing = True
         self._in_a_step = False  # between the first forward of a step and finish_gradient_sync()
         self._hooked: set[nn.Parameter] = set()  # a hook stays when buckets are made again
         self._used: set[nn.Parameter] = set()  # have a gradient of this rank in this step
@@ -123,15 +124,6 @@ class DataParallel(nn.Module):
             self._begin_step()
         return self.module(*args, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it backward only accumulates: for all micro-batches of a step but the last."""
-        self._syncing = False
-        try:
-            yield
-        finally:
-            self._syncing = True
-
     def finish_gradient_sync(self) -> None:
         """Wait for the buckets under way; then each `.grad` is the average.
 
@@ -142,7 +134,7 @@ class DataParallel(nn.Module):
         # A bucket with a parameter that this rank has not used is still here, and so are all that
         # come after it. Other ranks may have sent theirs, and wait for ours.
         for bucket in self.buckets:
-            if bucket.work is None:
+            if not bucket.is_sent:
                 self._send(bucket)
         unused = self._unused_on_all_ranks() if self.find_unused_parameters else set()
         for bucket in self.buckets:
@@ -155,27 +147,22 @@ class DataParallel(nn.Module):
         """Nothing is left to do after an optimizer step: every rank has updated all weights."""
 
     def _gradient_ready(self, param: nn.Parameter) -> None:
+        _require_dense(self.module, param)
+        if not self._order_is_known:
+            self._ready_order[param] = None
+        if self.find_unused_parameters:
+            self._used.add(param)
         bucket = self._bucket_of[param]
         # The second condition finds a second backward while the bucket still waits for another
         # parameter.
-        if bucket.work is not None or (self._syncing and param not in bucket.missing):
-            raise RuntimeError(
-                "a second backward ran before finish_gradient_sync(), its gradient would be lost: "
-                "call finish_gradient_sync() after each backward, or run all but the last one "
-                "inside no_sync()"
-            )
+        if bucket.is_sent or (self._syncing and param not in bucket.missing):
+            raise RuntimeError(SECOND_BACKWARD)
         bucket.adopt(param)
         if not self._syncing:
             return
         bucket.missing.remove(param)
-        # Collectives match by order, so all ranks must send in one order: a bucket that is full
-        # waits for those before it, and one late gradient holds up all that follow.
-        for candidate in self.buckets:
-            if candidate.work is not None:
-                continue
-            if candidate.missing:
-                break
-            self._send(candidate)
+        for full in next_to_send(self.buckets):
+            self._send(full)
 
     def _send(self, bucket: Bucket) -> None:
         bucket.send(self._group_of(bucket.params[0]), self.num_shares, self.reduce_dtype)
@@ -240,7 +227,7 @@ class DataParallel(nn.Module):
                 self._bucket_of[param] = bucket
         for param in order:
             if param not in self._hooked:
-                param.register_post_accumulate_grad_hook(_when_ready(weakref.ref(self)))
+                on_gradient(param, self._gradient_ready)
                 self._hooked.add(param)
 
     def _require_unchanged(self) -> None:
@@ -265,31 +252,6 @@ class DataParallel(nn.Module):
         is_used = torch.tensor(flags, dtype=torch.int32, device=trained[0].device)
         dist.all_reduce(is_used, op=dist.ReduceOp.MAX, group=self.group)
         return {param for param, used in zip(trained, is_used.tolist()) if not used}
-
-    def _note(self, param: nn.Parameter) -> None:
-        """Remember that a gradient has come, and when."""
-        if not self._order_is_known:
-            self._ready_order[param] = None
-        if self.find_unused_parameters:
-            self._used.add(param)
-
-
-def _when_ready(parallel: weakref.ref) -> Callable[[nn.Parameter], None]:
-    """The hook of a parameter.
-
-    It must not refer to the model, the bucket or the parameter. Autograd holds hooks in C++, where
-    Python's garbage collector does not look: none of these would ever be freed, nor the process
-    group with its threads.
-    """
-
-    def hook(param: nn.Parameter) -> None:
-        alive = parallel()
-        if alive is not None:
-            _require_dense(alive.module, param)
-            alive._note(param)
-            alive._gradient_ready(param)
-
-    return hook
 
 
 def _require_dense(module: nn.Module, param: nn.Parameter) -> None:

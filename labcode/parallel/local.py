@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from labcode.comm.one_message import in_one_message
+
 
 class LocalReplica(nn.Module):
     """A module whose gradients are those of this rank's samples alone; nothing is averaged.
@@ -95,13 +97,14 @@ class OuterOptimizer:
         """Average how far the copies have moved, step by that, and give all copies the result."""
         # Minus the movement takes the place of a gradient: it points where the loss grows.
         gone = [common - param for common, param in zip(self.common, self.params, strict=True)]
-        flat = torch.cat([tensor.flatten() for tensor in gone])
-        flat /= dist.get_world_size(self.group)  # before the sum, which could overflow
-        dist.all_reduce(flat, group=self.group)
-        sizes = [tensor.numel() for tensor in gone]
-        for common, average in zip(self.common, flat.split(sizes), strict=True):
-            common.grad = average.view_as(common)
+        in_one_message(gone, self._average)
+        for common, average in zip(self.common, gone, strict=True):
+            common.grad = average
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         for common, param in zip(self.common, self.params, strict=True):
             param.copy_(common)
+
+    def _average(self, flat: torch.Tensor) -> None:
+        flat /= dist.get_world_size(self.group)  # before the sum, which could overflow
+        dist.all_reduce(flat, group=self.group)

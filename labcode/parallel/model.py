@@ -216,6 +216,12 @@ class ParallelModel(nn.Module):
         dist.all_reduce(values, group=self.grid.group("pp"))
         return values
 
+    @property
+    def cuts_sequence_over_tp(self) -> bool:
+        """Whether ranks of tp hold different tokens between layers: sequence parallelism."""
+        # nothing else makes the gradient of a weight that tp does not cut a part of a sum over tp
+        return any("tp" in each.partial_over for each in self.shardings.values())
+
     def no_sync(self) -> AbstractContextManager:
         """Within it backward only accumulates: for all micro-batches of a step but the last."""
         return self.replica.no_sync()

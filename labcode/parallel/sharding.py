@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labcode.comm.grid import Grid
+from labcode.comm.one_message import in_one_message
 from labcode.topology import GridShape
 
 
@@ -97,10 +98,16 @@ class Shard:
     def _cut(self, section: torch.Tensor, num_pieces: int, place: int) -> torch.Tensor:
         if not self.in_chunks:
             return section.tensor_split(num_pieces, self.dim)[place]
-        rows = section.shape[self.dim]
-        each = -(-rows // num_pieces)  # rounded up
-        first = min(place * each, rows)
-        return section.narrow(self.dim, first, min(each, rows - first))
+        first, last = rows_of(section.shape[self.dim], place, num_pieces)
+        return section.narrow(self.dim, first, last - first)
+
+
+def rows_of(rows: int, index: int, parts: int) -> tuple[int, int]:
+    """(first, last + 1) of the rows that a rank gets."""
+    # Rounded up, so that 5 rows over 4 ranks are 2, 2, 1 and 0. tensor_split would make 2, 1, 1 and
+    # 1 of them, which is more even; but a DTensor, and so FSDP2, cuts as torch.chunk does.
+    each = -(-rows // parts)
+    return min(index * each, rows), min((index + 1) * each, rows)
 
 
 @dataclass(frozen=True)
@@ -237,7 +244,7 @@ def all_reduce_partial_gradients(params: Params, shardings: Shardings, grid: Gri
         if sharding.tied:
             tied.append(param)
     if partial and grid.size("tp") > 1:  # a rank alone has seen everything
-        _all_reduce_in_one_message(_gradients(partial), grid.group("tp"))
+        in_one_message(_gradients(partial), dist.all_reduce, group=grid.group("tp"))
     if copied:
         _sum_copied_sections(copied, shardings, grid.group("tp"))
     for grad in _gradients(tied):
@@ -332,17 +339,6 @@ def _gather_parts(
     return parts
 
 
-def _all_reduce_in_one_message(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Sum some tensors over the group, in place."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])  # [all their numbers]
-    dist.all_reduce(flat, group=group)
-    first = 0
-    for tensor in tensors:
-        last = first + tensor.numel()
-        tensor.copy_(flat[first:last].view_as(tensor))
-        first = last
-
-
 def _gradients(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     """The gradients of some weights; one that took no part in backward has a gradient of zero."""
     grads = []
@@ -392,7 +388,7 @@ def _sum_copied_sections(params: Params, shardings: Shardings, group: dist.Proce
             place.copy_(piece)
             buffers.append(buffer)
             places.append((piece, place))
-    _all_reduce_in_one_message(buffers, group)
+    in_one_message(buffers, dist.all_reduce, group=group)
     for piece, place in places:
         piece.copy_(place)
 

@@ -24,7 +24,7 @@ Held by: tests/unit/test_training_memory_parts.py; against measured peaks of one
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from labcode.config import GPTConfig, ViTConfig, require
 from labcode.perf.memory import INDEX_BYTES, ONE_RANK, layer_activations, model_activations
@@ -94,39 +94,13 @@ class TrainingMemory:
 
 
 def training_memory(
-    model: GPTConfig | ViTConfig,
-    shape: GridShape = ONE_RANK,
-    *,
-    micro_batch: int,
-    num_micro_batches: int = 1,
-    dtype: str = "float32",
-    data_parallel: str = "ddp",
-    sequence_parallel: bool = False,
-    activation_checkpointing: str = "none",
-    mask_bytes: int = 1,
-    fused_attention: bool = True,
+    model: GPTConfig | ViTConfig, shape: GridShape = ONE_RANK, **options: Any
 ) -> TrainingMemory:
     """The moment of a step at which a rank holds the most; its `total` is the peak.
 
-    Args, Raises: As those of `training_moments`.
+    Options, Raises: As those of `training_moments`.
     """
-    moments = training_moments(
-        model,
-        shape,
-        micro_batch=micro_batch,
-        num_micro_batches=num_micro_batches,
-        dtype=dtype,
-        data_parallel=data_parallel,
-        sequence_parallel=sequence_parallel,
-        activation_checkpointing=activation_checkpointing,
-        mask_bytes=mask_bytes,
-        fused_attention=fused_attention,
-    )
-    return max(moments, key=_total)
-
-
-def _total(moment: TrainingMemory) -> float:
-    return moment.total
+    return max(training_moments(model, shape, **options), key=lambda moment: moment.total)
 
 
 def training_moments(

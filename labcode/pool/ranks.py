@@ -45,6 +45,7 @@ from labcode.pool.answers import (
 from labcode.pool.limits import check_arguments, make_room, time_limit_s
 from labcode.pool.processes import Processes, server
 from labcode.units import ranks_text
+from labcode.waits import EVERY_RANK, broken_rule
 
 GRACE_S = 1.0  # how long ranks that compute may go on after another one has failed
 SAME_MOMENT_S = 0.5  # in which ranks that wait for the same one give up, one after another
@@ -382,12 +383,9 @@ class _Watch:
         """What to say of it, and a rank that waits."""
         answered = self._processes.answered
         waiting = next(rank for rank in range(self._n) if rank not in answered)
-        rule = "every rank that a call needs has to make it"
-        calls = {call.name for call in self._record.waiting()}
-        if not answered and calls == {"send"}:
-            rule = "all of them wait in send, and none receives"
-        elif not answered and calls == {"recv"}:
-            rule = "all of them wait in recv, and none sends"
+        rule = EVERY_RANK
+        if not answered:
+            rule = broken_rule(call.name for call in self._record.waiting())
         return f"{self._record.explain(answered)}: {rule}", waiting
 
     def is_late(self) -> bool:

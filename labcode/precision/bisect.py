@@ -45,6 +45,8 @@ from labcode.units import ranks_text
 
 SAFETY = 3.0
 # u: half the distance between 1 and the next number
+# tf32 keeps 10 bits after the point, as float16 does: the same u over the range of float32. fp8 is
+# E4M3; E5M2, which gradients may have, rounds twice as coarsely, and SAFETY covers that.
 UNIT_ROUNDOFF = {
     "float64": 2.0**-53,
     "float32": 2.0**-24,
@@ -87,6 +89,8 @@ class Entry:
 
     def whole(self) -> torch.Tensor:
         """The tensor of one process, float64; NaN where no rank has written."""
+        # NaN and not 0: a part that no rank has written then departs, instead of being compared
+        # with zeros that nobody computed.
         whole = torch.full(self.shape, math.nan, dtype=torch.float64)
         for piece in self.pieces:
             whole[_grid_of(piece.places)] = piece.values.double()
@@ -114,6 +118,7 @@ class Row:
     @property
     def departs(self) -> bool:
         """Whether rounding does not explain the error."""
+        # not `error > bound`, which is False for NaN
         return not self.error <= self.bound
 
 
@@ -145,6 +150,7 @@ def compare(
             f"{run_a} has recorded the steps {_listed(steps[0])}, {run_b} {_listed(steps[1])}: "
             "record the same one in both, --debug.record_steps 1"
         )
+    # the first one, since the bounds hold for the first step after equal weights alone
     step = both[0] if step is None else step
     first, precision_a = _load(records[0] / f"step-{step:06d}")
     second, precision_b = _load(records[1] / f"step-{step:06d}")
@@ -156,10 +162,14 @@ def compare(
         if key not in second:
             continue
         name, kind = key
+        # By its weight of two dims, so that an embedding counts as a product that it does not do:
+        # its bound is looser by one rounding, and no list of layers has to be kept here.
         is_linear = len(first.get((f"{name}.weight", "weight"), NOTHING).shape) == 2
+        # Counted on through the backward: a gradient has all products of the forward behind it.
         if is_linear and kind in ("output", "gradient of the output"):
             num_products += 1
         bound = SAFETY * rounding * math.sqrt(1 + num_products)
+        # weights before the step were rounded when they were stored, and not since
         if first[key].order[0] == BEFORE:
             bound = SAFETY * stored
         rows.append(_row(key, first[key], second[key], tolerance or bound))
@@ -249,6 +259,7 @@ def _load(folder: Path) -> tuple[Run, str]:
     run: Run = {}
     precision = ""
     for path in sorted(folder.glob("rank-*.pt")):
+        # a record may come from someone else: nothing in it is run
         read = torch.load(path, weights_only=True)
         precision = read["about"]["precision"]
         for written in read["entries"]:
@@ -264,6 +275,7 @@ def _add(run: Run, written: dict[str, Any], rank: int) -> None:
     if key not in run:
         run[key] = Entry(order, written["shape"], [])
     entry = run[key]
+    # Ranks count what they have seen each by itself, and those of later micro-batches come later.
     entry.order = min(entry.order, order)
     entry.pieces.append(Piece(rank, written["places"], written["values"]))
 
@@ -276,6 +288,8 @@ def _row(key: tuple[str, str], a: Entry, b: Entry, bound: float) -> Row:
     if a.shape != b.shape:
         raise ValueError(f"{kind} of {name} is {a.shape} in one run and {b.shape} in the other")
     whole = a.whole()
+    # The error is measured against the size of the whole tensor. A part alone may be all but zero,
+    # and its rounding would look large.
     scale = whole.norm().item() / math.sqrt(max(1, whole.numel()))
     worst = 0.0
     ranks = set()
@@ -305,6 +319,8 @@ def _grid_of(places: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 def _rounding(precision: str, run: Run) -> float:
     """The expected rounding: max(u, sqrt(log2 K) * u_acc), K the longest sum of a product."""
+    # An estimate from above: the last dim of the logits is the vocabulary, over which no product
+    # sums. It enters as the root of a logarithm, so that 64 or 50,000 makes a factor of 1.6.
     longest = max(entry.shape[-1] for entry in run.values())
     by_sums = math.sqrt(math.log2(max(2, longest))) * _accumulator(precision)
     return max(UNIT_ROUNDOFF[precision], by_sums)

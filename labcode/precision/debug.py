@@ -158,7 +158,7 @@ class Debugger:
         self._grid = model.grid
         self._reduction = reduction
         self._iteration = first_step
-        self._sequence = any("tp" in each.partial_over for each in model.shardings.values())
+        self._sequence = model.cuts_sequence_over_tp
         self._weights_seen: set[str] = set()
         self._hooks: list[Any] = []
         self._products: list[_Products] = []
@@ -166,8 +166,10 @@ class Debugger:
         _initialize(chosen, log_dir, self._log, feature_dir, first_step)
         if tensorboard is not None:
             MetricLogger.add_logger(wrap_tensorboard_writer(tensorboard))
+        # the attribute exists only once `_initialize` has run: nvdlfw_inspect raises before
         self._api: Any = debug_api.transformer_engine
         for name, module in _linear_layers(model).items():
+            # layers of other stages have been chosen too, and are not here
             if name in chosen:
                 self._watch(name, module, chosen[name])
         self._exchange_products()
@@ -181,6 +183,7 @@ class Debugger:
 
     def close(self) -> None:
         """Let go of the model and of nvdlfw_inspect."""
+        # first, since a forward with a hook would call features that have been taken down
         for hook in self._hooks:
             hook.remove()
         for each in self._products:
@@ -200,6 +203,8 @@ class Debugger:
             self._hooks.append(module.register_forward_hook(after))
         product = getattr(module, "product", None)
         sees_wgrad = "wgrad" in tensors and module.weight.requires_grad
+        # From the product where there is one: a hook on the weight sees the sum over its uses, and
+        # of a tied head also what the embedding adds.
         if isinstance(product, MatrixProduct) and (sees_wgrad or _modifies(block)):
             look = partial(self._inspect, name, module, "wgrad") if sees_wgrad else None
             watched = self._modified(name, product, look, _modifies(block))
@@ -239,6 +244,7 @@ class Debugger:
         if not self._looks_now(module, block):
             return
         # before the layer runs: under ZeRO a weight is whole only then
+        # it is the same in all micro-batches of a step, and its norms would grow with their number
         if "weight" in tensors and name not in self._weights_seen:
             self._weights_seen.add(name)
             self._inspect(name, module, "weight", module.weight)
@@ -261,6 +267,8 @@ class Debugger:
         if "output" in tensors:
             self._inspect(name, module, "output", output)
         if "gradient" in tensors and output.requires_grad:
+            # On the tensor: a full backward hook of the module would put a Function of its own
+            # around inputs and outputs, which then must not be changed in place.
             output.register_hook(partial(self._inspect, name, module, "gradient"))
 
     def _inspect(self, name: str, module: nn.Module, tensor_name: str, tensor: Any) -> None:
@@ -421,6 +429,7 @@ def read_statistics(log_dir: Path, rank: int) -> dict[tuple[str, int], float]:
     for line in path.read_text().splitlines():
         name, iteration, value = line.split()
         step = int(iteration.removeprefix("iteration="))
+        # a step that was done twice, before a kill and after the resume, counts as it was done last
         found[name, step] = float(value.removeprefix("value="))
     return found
 
@@ -449,6 +458,7 @@ def _initialize(
         features = dict(block.features)
         blocks[block.name] = {
             "enabled": True,
+            # never asked: the cache that is filled below knows each layer
             "layers": {"layer_types": ["all"]},
             NAMESPACE: features,
         }
@@ -478,6 +488,7 @@ def _check_same(files: Sequence[Sequence[Block]], config: Path) -> None:
         files: The blocks of each rank.
         config: For the message.
     """
+    # without the line: a comment more in one of the files changes nothing
     first = [replace(block, line=0) for block in files[0]]
     for rank, blocks in enumerate(files):
         if [replace(block, line=0) for block in blocks] != first:

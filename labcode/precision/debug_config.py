@@ -115,6 +115,8 @@ TE_LAYERS = {
     "self_attention": "attention",
     "layernorm_mlp": "mlp",
 }
+# Read as text. Files of features are run when nvdlfw_inspect starts, which needs a YAML that has
+# been checked, which needs the names.
 REGISTERED = re.compile(r"register_feature\([^)]*\)(?:\s*@[^\n]*)*\s*class\s+(\w+)")
 
 
@@ -148,6 +150,7 @@ class Block:
             return layer in chosen["exact_layer_names"]
         if "layer_name_regex_pattern" in chosen:
             return re.search(chosen["layer_name_regex_pattern"], layer) is not None
+        # exact names and patterns are taken alone, as nvdlfw_inspect takes them
         by_number = _number_matches(layer, chosen.get("layer_numbers", "all"))
         types = chosen.get("layer_types", ["all"])
         by_type = "all" in types or any(kind in layer for kind in types)
@@ -175,6 +178,8 @@ class _Reader:
             raise self.fail(node, f"{what} is no mapping: give `key: value` lines, indented")
         first: dict[str, int] = {}
         for key_node, value in node.value:
+            # the composed tree and not `yaml.safe_load`, which keeps the last of equal keys without
+            # a word
             key = str(key_node.value)
             if key in first:
                 raise self.fail(
@@ -243,7 +248,7 @@ class _Reader:
 
     def _check_numbers(self, node: yaml.Node, value: object) -> None:
         for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, int) or part == "all" or re.fullmatch(r"\d+-\d+", str(part)):
+            if type(part) is int or part == "all" or re.fullmatch(r"\d+-\d+", str(part)):
                 continue
             raise self.fail(node, f"layer_numbers {part!r}: give numbers, '2-5', or all")
 
@@ -259,6 +264,7 @@ class _Reader:
             node: What stands under it.
         """
         if name in self.own_features:
+            # whatever it takes is between its author and the feature
             settings = _value(node)
             return settings if isinstance(settings, dict) and settings.get("enabled") else None
         if name not in FEATURES:
@@ -357,6 +363,7 @@ class _Reader:
                 raise self.fail(node, "start_end_list: give pairs of steps, [[0, 10], [50, 60]]")
             return value
         if key in (*WHEN, "margin"):
+            # a bool is an int in Python, and `margin: True` would be 1
             least = -1 if key == "end_step" else int(key == "freq")
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise self.fail(node, f"{key}: {value}: give a whole number of at least {least}")
@@ -469,6 +476,7 @@ def is_due(entry: Mapping[str, Any], step: int) -> bool:
 
     Source: Transformer Engine, debug/features/utils/__init__.py, `next_enabled_iter`.
     """
+    # multiples of freq itself, and not of the distance from start_step
     if step % entry.get("freq", 1) != 0:
         return False
     start_end = [entry.get("start_step", 0), entry.get("end_step", -1)]
@@ -587,6 +595,8 @@ def _translated(block: Block, layers: Sequence[str]) -> str:
 
 
 def _value(node: yaml.Node) -> Any:
+    # A composed node knows its line, and not its value: the way back through text gives it. Slow,
+    # for a file of some dozen lines.
     return yaml.safe_load(yaml.serialize(node))
 
 
@@ -598,6 +608,7 @@ def _number_matches(layer: str, numbers: object) -> bool:
     wanted = numbers if isinstance(numbers, list) else [numbers]
     if "all" in wanted:
         return True
+    # the first number of a name is that of the layer
     found = re.search(r"\.(\d+)\.", layer)
     if found is None:
         return False

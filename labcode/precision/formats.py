@@ -49,12 +49,12 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Of a number, with its sign."""
+        """Bits of a number, with its sign."""
         return 1 + self.exponent_bits + self.fraction_bits
 
     @property
     def smallest_exponent(self) -> int:
-        """Of a normal number."""
+        """The smallest exponent of a normal number."""
         return 2 - 2 ** (self.exponent_bits - 1)
 
     @property

@@ -420,15 +420,34 @@ class _Fp8Linear(torch.autograd.Function):
         def grad_weight() -> torch.Tensor:
             return product(dy8.columns.T, x8.T, dy8.scale, x_scale, dy.dtype)  # [F, T] [T, H]
 
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = product(dy8.rows, w8.T, dy8.scale, w_scale, dy.dtype)  # [T, F] [F, H]
-            dx = dx.unflatten(0, dy.shape[:-1])
-        dw = None
-        if ctx.param.requires_grad:
-            dw = computed_or_kept(ctx.param, grad_weight, ctx.store)
-        db = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return dx, dw, db, None, None, None, None
+        def grad_input() -> torch.Tensor:
+            return product(dy8.rows, w8.T, dy8.scale, w_scale, dy.dtype)  # [T, F] [F, H]
+
+        return wanted_gradients(ctx, dy, grad_input, grad_weight)
+
+
+def wanted_gradients(
+    ctx: Any,
+    dy: torch.Tensor,
+    grad_input: Callable[[], torch.Tensor],
+    grad_weight: Callable[[], torch.Tensor],
+) -> tuple[torch.Tensor | None, ...]:
+    """(dx, dw, db) where autograd wants them, and None for the four other inputs of forward.
+
+    Args:
+        ctx: What the layer's Function has kept, with its `param` and `store`.
+        dy: The gradient of the output, [.., F].
+        grad_input: Computes dx, [T, H].
+        grad_weight: Computes dw, [F, H]; it may be put off (`parallel.deferred`).
+    """
+    dx = None
+    if ctx.needs_input_grad[0]:
+        dx = grad_input().unflatten(0, dy.shape[:-1])
+    dw = None
+    if ctx.param.requires_grad:
+        dw = computed_or_kept(ctx.param, grad_weight, ctx.store)
+    db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+    return dx, dw, db, None, None, None, None
 
 
 class ProductLinear(nn.Module):

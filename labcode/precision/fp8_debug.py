@@ -24,7 +24,6 @@ from torch import nn
 from labcode.parallel.linear import (
     PLAIN_PRODUCT,
     MatrixProduct,
-    computed_or_kept,
     current_store,
     narrowed,
 )
@@ -40,6 +39,7 @@ from labcode.precision.fp8 import (
     Scaling,
     product,
     quantize,
+    wanted_gradients,
 )
 
 OPERANDS = {"activation": "input", "weight": "weight", "gradient": "gradient"}
@@ -153,6 +153,7 @@ def count_errors(x: torch.Tensor, made: Fp8Matrix, to: Format | None) -> CastErr
     errors = after / made.scale - wide
     lost = (after == 0) & (wide != 0)
     too_large = (wide * made.scale).abs() >= limit
+    # stacked, so that a GPU waits once and not four times
     sums = [lost.sum(), too_large.sum(), errors.double().square().sum(), 1 / made.scale.double()]
     underflows, overflows, squares, scale_inv = torch.stack([s.double() for s in sums]).tolist()
     return CastErrors(float(x.numel()), underflows, overflows, squares, scale_inv, scale_inv)
@@ -212,6 +213,7 @@ class DebuggedFp8Product:
             return made
         to = self.scaling(tensor).to
         scale = scale_for(x.detach().abs().amax(), to, self.per_tensor[gemm, tensor])
+        # one scale for the whole tensor: the cast for sums along columns is the same
         data = quantize(x.detach(), to, scale)
         return Fp8Matrix(data, data, scale)
 
@@ -234,6 +236,8 @@ class _DebuggedLinear(torch.autograd.Function):
         x8 = debugged.cast("activation", rows, record)
         w8 = debugged.cast("weight", weight, record)
         ctx.save_for_backward(rows, weight)
+        # As attributes, since they are tuples. The hooks of activation checkpointing see what is in
+        # save_for_backward alone, so that these stay in memory even where a layer is checkpointed.
         ctx.x8 = x8
         ctx.w8 = w8
         ctx.param = param
@@ -253,6 +257,8 @@ class _DebuggedLinear(torch.autograd.Function):
         debugged = ctx.debugged
         (dy,) = grads
         rows = dy.flatten(0, -2)  # [T, F]
+        # Cast even if no product reads it: the history of delayed scaling goes on with its amax,
+        # and the layer may be in FP8 again in the next step.
         dy8 = debugged.cast("gradient", rows, True)
 
         def grad_weight() -> torch.Tensor:
@@ -262,17 +268,11 @@ class _DebuggedLinear(torch.autograd.Function):
             b = debugged.operand("wgrad", "activation", x, ctx.x8)
             return product(a.columns.T, b.columns.T, a.scale, b.scale).to(dy.dtype)
 
-        dx = None
-        if ctx.needs_input_grad[0]:
+        def grad_input() -> torch.Tensor:
             if "dgrad" in debugged.disabled:
-                dx = debugged.plain.grad_input(rows, weight)
-            else:
-                a = debugged.operand("dgrad", "gradient", rows, dy8)
-                b = debugged.operand("dgrad", "weight", weight, ctx.w8)
-                dx = product(a.rows, b.columns.T, a.scale, b.scale).to(dy.dtype)
-            dx = dx.unflatten(0, dy.shape[:-1])
-        dw = None
-        if ctx.param.requires_grad:
-            dw = computed_or_kept(ctx.param, grad_weight, ctx.store)
-        db = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return dx, dw, db, None, None, None, None
+                return debugged.plain.grad_input(rows, weight)
+            a = debugged.operand("dgrad", "gradient", rows, dy8)
+            b = debugged.operand("dgrad", "weight", weight, ctx.w8)
+            return product(a.rows, b.columns.T, a.scale, b.scale).to(dy.dtype)
+
+        return wanted_gradients(ctx, dy, grad_input, grad_weight)

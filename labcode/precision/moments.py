@@ -16,8 +16,9 @@ Held by: tests/unit/test_moments.py
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import astuple, dataclass
+from operator import attrgetter
 
 import torch
 
@@ -51,6 +52,8 @@ class Moments:
         count = self.count + other.count
         if count == 0:
             return self
+        # An empty part has to leave the other as it is to the last bit, and the formula does not: m
+        # * n / n may round, and an infinite mean times 0 is NaN.
         distance = other.mean - self.mean
         if self.count == 0:
             distance, mean = 0.0, other.mean
@@ -133,40 +136,21 @@ def _std(found: Moments) -> float:
 def _dynamic_range(found: Moments) -> float:
     if not 0 < found.amax < math.inf:
         return 0.0
+    # not the log of the ratio, which may overflow in float64
     return math.log2(found.amax) - math.log2(found.amin)
-
-
-def _mean(found: Moments) -> float:
-    return found.mean
-
-
-def _least(found: Moments) -> float:
-    return found.least
-
-
-def _most(found: Moments) -> float:
-    return found.most
-
-
-def _l1(found: Moments) -> float:
-    return found.l1
 
 
 def _l2(found: Moments) -> float:
     return math.sqrt(found.l2_squared)
 
 
-def _amax(found: Moments) -> float:
-    return found.amax
-
-
-STATISTICS = {
-    "min": _least,
-    "max": _most,
-    "mean": _mean,
+STATISTICS: dict[str, Callable[[Moments], float]] = {
+    "min": attrgetter("least"),
+    "max": attrgetter("most"),
+    "mean": attrgetter("mean"),
     "std": _std,
-    "l1_norm": _l1,
+    "l1_norm": attrgetter("l1"),
     "l2_norm": _l2,
-    "cur_amax": _amax,
+    "cur_amax": attrgetter("amax"),
     "dynamic_range": _dynamic_range,
 }

@@ -90,6 +90,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def is_readable(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds memory: under ZeRO a weight gives its memory back after its layer."""
     own = _local(tensor)
+    # a meta tensor has no memory either; its storage claims that it has
     if own.is_meta:
         return False
     return own.numel() == 0 or own.untyped_storage().nbytes() > 0
@@ -98,6 +99,8 @@ def is_readable(tensor: torch.Tensor) -> bool:
 def amount(what: str, tensor: torch.Tensor) -> Amount:
     """How large a tensor is; of a DTensor this rank's part."""
     own = _local(tensor)
+    # Copies of the tensor and a GPU that waits, which is fine: only one that is not finite, and
+    # what went into it, is measured.
     finite = torch.isfinite(own)
     num_bad = own.numel() - int(finite.sum())
     known = own.abs().masked_fill(~finite, 0)

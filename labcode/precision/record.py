@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ class Recorder:
         self._folder = folder
         self._precision = precision
         self._most_values = most_values
-        self._sequence = any("tp" in each.partial_over for each in model.shardings.values())
+        self._sequence = model.cuts_sequence_over_tp
         self._entries: list[dict[str, Any]] = []
         self._found: list[Finding] = []
         self._loss_scale = 1.0
@@ -157,11 +158,11 @@ class Recorder:
 
         Communicates: an all-gather of a short object over all ranks.
         """
-        own = min(self._found, key=_order, default=None)
+        own = min(self._found, key=attrgetter("order"), default=None)
         found: list[Finding | None] = [None] * dist.get_world_size()
         dist.all_gather_object(found, own)
         known = [finding for finding in found if finding is not None]
-        return min(known, key=_order, default=None)
+        return min(known, key=attrgetter("order"), default=None)
 
     # ---- looking
 
@@ -404,10 +405,6 @@ class Recorder:
         path = folder / f"rank-{self._grid.rank:04d}.pt"
         torch.save({"about": about, "entries": self._entries}, path)
         self._entries = []
-
-
-def _order(finding: Finding) -> tuple[int, ...]:
-    return finding.order
 
 
 def _in_backward() -> bool:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from labcode.arguments import check_no_command
-from labcode.command import HELP, UsageError, field_table, read_changes
+from labcode.arguments import UsageError, check_no_command
+from labcode.command import HELP, field_table, read_changes
 from labcode.files import print_out, write_atomically
 from labcode.recipes import RECIPES
 from labcode.slurm.lint.linter import lint, shellcheck

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from labcode import combinations
-from labcode.command import UsageError, parse
+from labcode.arguments import UsageError
+from labcode.command import parse
 from labcode.config import Config
 from labcode.processes import Ending
 from labcode.train.ctrl_c import INTERRUPTED, CtrlC

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from labcode.arguments import UsageError
 from labcode.combinations import Resolved
-from labcode.command import UsageError, parse
+from labcode.command import parse
 from labcode.config import GPTConfig, ParallelConfig
 from labcode.perf.of_config import SHIPPED_TOKENS
 from labcode.perf.one_rank import Calls, rank_activation_bytes, rank_calls, rank_parameters

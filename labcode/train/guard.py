@@ -12,6 +12,8 @@ import torch
 
 from labcode.train.finite import CURE, Diverged
 
+# Long enough that a spike of some steps moves no median, and short enough to follow a norm that
+# falls over a run: our choice, no number of the paper.
 WINDOW = 64  # good steps whose norms are remembered
 FEWEST = 16  # of them, before a norm can be called a spike: the first ones fall fast
 
@@ -97,6 +99,7 @@ class Guard:
     @property
     def state(self) -> torch.Tensor:
         """All that it remembers, [2 + WINDOW] float64: two counts, then norms, -1 where none is."""
+        # always of one size, so that a checkpoint's tensor can be compared with what is expected
         norms = list(self._norms)
         unused = [-1.0] * (WINDOW - len(norms))
         return torch.tensor([self.bad_steps, self._row, *norms, *unused], dtype=torch.float64)

@@ -40,6 +40,8 @@ def fit(training: Training, observers: Sequence[Observer]) -> str:
             with contextlib.ExitStack() as around:
                 for observer in observers:
                     around.enter_context(observer.during(training.steps_done + 1))
+                # inside all of `during`, so that a profiler or a clock of an observer sees the step
+                # and no more
                 done = step()
             stopped_by = _first([observer.after(done) for observer in observers])
     finally:

@@ -90,7 +90,7 @@ class Log:
 
     Args:
         folder: Where they are written; None keeps them only, as every rank but the first does.
-        name: Of the run.
+        name: The name of the run.
         steps: Its optimizer steps.
         steps_done: Steps done already, when it is resumed.
 
@@ -116,6 +116,7 @@ class Log:
             desc=name,
             unit="step",
             disable=not (self.writes and self._on_terminal),
+            # a small model does dozens of steps in that time, and each drawing would hold them up
             mininterval=0.3,
             dynamic_ncols=True,
         )
@@ -187,6 +188,7 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, after_step: int = 0) -> None:
+        # here, as it takes a quarter of a second and every rank but the first does without
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
@@ -213,6 +215,7 @@ class MetricsWriter:
         Raises:
             OSError: The disk is full; the rows before this one are kept whole.
         """
+        # The file first: `add_scalar` may raise for the disk that was full at an earlier row.
         self._rows.write(row)
         for name, value in row.items():
             if name != "step":
@@ -261,6 +264,7 @@ class RowFile:
             for line, row in _rows(path):
                 if row["step"] <= after_step:
                     kept.append(line + b"\n")
+        # written anew even if nothing is left out: the last line may lack its end, after a kill
         write_atomically(path, b"".join(kept))
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the run)
 
@@ -378,6 +382,7 @@ def _row(line: bytes) -> dict[str, float]:
     if type(row.get("step")) is not int:
         raise ValueError("a row of metrics, as it has no step")
     for name, value in row.items():
+        # not isinstance: true is an int in Python
         if type(value) not in (int, float):
             raise ValueError(f"a row of metrics, as {name} is no number")
     return row

@@ -15,6 +15,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from labcode.config import OptimConfig
 
+# How many kernels an update takes on a GPU: one or a few for all weights, some for each operation,
+# or some for each weight. The numbers differ by rounding.
 IMPLEMENTATIONS = {
     "fused": {"fused": True},
     "foreach": {"foreach": True},

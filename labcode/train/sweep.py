@@ -24,7 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 from labcode import combinations, command, recipes
-from labcode.command import UsageError
+from labcode.arguments import UsageError
 from labcode.config import Config
 from labcode.fields import (
     COUNT,

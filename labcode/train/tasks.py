@@ -128,7 +128,9 @@ def _sample_text(
         return ""
     device = next(model.parameters()).device
     start = torch.tensor([beginning], device=device)
+    # of its own: how much of the run's random numbers training has used must not change the text
     generator = torch.Generator().manual_seed(seed)
+    # cut before the softmax, so that the others share what these had
     known = _KnownTokens(model, tokenizer.vocab_size)
     tokens = generate(known, start, num_tokens, temperature=0.8, generator=generator)
     return tokenizer.decode(tokens[0].tolist()).strip("\n")
@@ -148,10 +150,12 @@ def _weather_task(model_config: ViTConfig, data: WeatherData, seed: int) -> Task
     }
     for name, size in sizes.items():
         asked = getattr(model_config, name)
+        # None is "as the data has it"; a number is a promise that the data must keep
         if asked not in (None, size):
             raise ValueError(
                 f"model.{name}={asked} but the data has {size}: leave it out to take the data's"
             )
+    # From the data, and not from the config: a file says how many variables it has.
     sized = replace(model_config, **sizes)
     # crops lie anywhere, and each brings the weights of its own rows along
     weights = None if train.brings_weights else latitude_weights(train.lat)

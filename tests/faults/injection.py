@@ -186,3 +186,30 @@ def _put(optimizer: Any, value: float, where: str) -> None:
         parameters[len(parameters) // 2].view(-1)[0] = value
     else:
         optimizer.state[parameters[0]]["exp_avg"].fill_(value)
+
+
+def left_out_steps_move_nothing():
+    """A patch: a step that is left out changes neither a weight nor what the optimizer keeps."""
+    import torch
+
+    from labcode.train.step import TrainStep
+
+    original = TrainStep.__call__
+
+    def held(training):
+        found = [param.detach() for param in training.model.weights.values()]
+        for state in training.optimizer.state.values():
+            found += list(state.values())
+        return [tensor.clone() for tensor in found]
+
+    def watched(self):
+        before = held(self.training)
+        step = original(self)
+        same = all(map(torch.equal, before, held(self.training)))
+        if self.training.steps_done > 1:  # the optimizer has nothing before its first step
+            assert same == (step.rescaled or bool(step.left_out)), (
+                f"step {self.training.steps_done}"
+            )
+        return step
+
+    TrainStep.__call__ = watched

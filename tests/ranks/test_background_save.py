@@ -104,24 +104,6 @@ def losses_from(config, start):
     return losses
 
 
-@pytest.mark.release
-def test_a_full_disk_is_told_at_the_next_step_and_leaves_the_older_one(tmp_path, on_small_disk):
-    args = [
-        "--train.steps=100000",
-        "--train.log_every=100000",
-        "--checkpoint.every=1",
-        "--checkpoint.in_background",
-        "--train.out=disk/run",
-    ]
-    done = on_small_disk("2m", *TRAIN, *args)
-    assert done.returncode == 2, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "could not be written: rank 0" in line and "No space left on device" in line
-    kept = names(tmp_path / "run" / "checkpoints")
-    assert kept and not [name for name in kept if name.endswith(".partial")]
-    assert f"the last complete one is disk/run/checkpoints/{max(kept)}" in line
-
-
 def slow_to_write():
     """Each rank takes a second to write its part of a checkpoint."""
     from labcode.train.checkpoint import store as checkpoint

@@ -819,8 +819,18 @@ def test_a_signal_to_one_rank_stops_all_ranks_with_a_checkpoint_and_exit_code_0(
     assert not (tmp_path / "run" / "weights.pt").exists()  # the run is not at its end
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_older_one(tmp_path, on_small_disk):
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param([], id="in the foreground"),
+        pytest.param(
+            ["--checkpoint.in_background"], id="in the background", marks=pytest.mark.release
+        ),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_written_leaves_the_older_one(tmp_path, on_small_disk, where):
     args = [
+        *where,
         "--train.steps=100000",
         "--train.log_every=100000",
         "--checkpoint.every=1",

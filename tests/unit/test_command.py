@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labcode import command, recipes
+from labcode.arguments import UsageError
 from labcode.train import __main__ as train
 
 GPT = recipes.gpt_tiny()
@@ -145,25 +146,25 @@ def test_every_field_is_read_back_from_its_own_value(name, data):
     ],
 )
 def test_a_wrong_command_line_gives_one_line_that_says_what_exists(words, message):
-    with pytest.raises(command.UsageError, match=message) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         command.parse(["gpt_tiny", *words.split()])
     assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_recipe_is_refused_with_those_that_exist():
-    with pytest.raises(command.UsageError, match="did you mean gpt_tiny"):
+    with pytest.raises(UsageError, match="did you mean gpt_tiny"):
         command.parse(["gpt_tini"])
 
 
 def test_a_first_word_that_is_no_recipe_says_what_it_is(tmp_path):
-    with pytest.raises(command.UsageError, match=r"train gpt_tiny --train.steps [.]{3}$"):
+    with pytest.raises(UsageError, match=r"train gpt_tiny --train.steps [.]{3}$"):
         command.parse(["--train.steps", "20", "gpt_tiny"])
-    with pytest.raises(command.UsageError, match="did you mean gpt_tiny"):
+    with pytest.raises(UsageError, match="did you mean gpt_tiny"):
         command.parse(["--gpt_tiny"])
-    with pytest.raises(command.UsageError, match=r"^unknown recipe"):
+    with pytest.raises(UsageError, match=r"^unknown recipe"):
         command.parse([300 * "x"])
     (tmp_path / "config.json").touch()
-    with pytest.raises(command.UsageError, match=r"is a run and no recipe: .*--checkpoint.resume"):
+    with pytest.raises(UsageError, match=r"is a run and no recipe: .*--checkpoint.resume"):
         command.parse([str(tmp_path)])
 
 
@@ -194,7 +195,7 @@ def test_help_without_a_recipe_lists_the_recipes(capsys):
 
 def test_the_line_is_the_same_on_a_terminal_that_knows_only_ascii(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    with pytest.raises(command.UsageError, match=r"^unknown field --train.step: did you mean"):
+    with pytest.raises(UsageError, match=r"^unknown field --train.step: did you mean"):
         command.parse(["gpt_tiny", "--train.step", "3"])
 
 

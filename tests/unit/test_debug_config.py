@@ -79,6 +79,10 @@ WRONG = {
         RIGHT.replace("layer_types", "layer_type"),
         "line 4: unknown key of layers of block stats 'layer_type': did you mean layer_types",
     ),
+    "a number of a layer that is none": (
+        RIGHT.replace("[0, 2-3]", "True"),
+        "line 5: layer_numbers True: give numbers, '2-5', or all",
+    ),
     "no enabled": (
         RIGHT.replace("  enabled: True\n  layers", "  layers"),
         "line 1: .*no `enabled:`",

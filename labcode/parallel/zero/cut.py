@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from labcode.parallel.sharding import rows_of
+
 
 class Cut:
     """The pieces of some tensors, which travel together.
@@ -84,14 +86,6 @@ class Cut:
         for flat, piece in zip(used.split(sizes), pieces):
             flat.view(piece.shape).copy_(piece)
         segment[sum(sizes) :].zero_()
-
-
-def rows_of(rows: int, index: int, parts: int) -> tuple[int, int]:
-    """(first, last + 1) of the rows that a rank gets."""
-    # Rounded up, so that 5 rows over 4 ranks are 2, 2, 1 and 0. tensor_split would make 2, 1, 1 and
-    # 1 of them, which is more even; but a DTensor, and so FSDP2, cuts as torch.chunk does.
-    each = -(-rows // parts)
-    return min(index * each, rows), min((index + 1) * each, rows)
 
 
 def piece_of(whole: torch.Tensor, index: int, parts: int) -> torch.Tensor:

@@ -14,9 +14,7 @@ stage 2 frees each bucket as soon as it has been sent.
 Source: Rajbhandari et al. 2019 (arXiv:1910.02054), sections 5.1, 5.2 and 7.1.
 """
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +22,20 @@ import torch.distributed as dist
 from torch import nn
 
 from labcode.comm.collectives import start_reduce_scatter
-from labcode.parallel.buckets import cut_into_buckets, make_copies_equal, trained_last_first
+from labcode.parallel.buckets import (
+    SECOND_BACKWARD,
+    Synchronized,
+    cut_into_buckets,
+    make_copies_equal,
+    next_to_send,
+    on_gradient,
+    trained_last_first,
+)
 from labcode.parallel.zero.cut import Cut, piece_of
 from labcode.parallel.zero.optimizer import gather_weights
 
 
-class ShardedDataParallel(nn.Module):
+class ShardedDataParallel(Synchronized):
     """A module whose averaged gradients, and so the optimizer's state, are divided over a group.
 
     Call it like the module. After the last backward of a step call `finish_gradient_sync()`, let an
@@ -83,7 +89,6 @@ class ShardedDataParallel(nn.Module):
         self.replicas = tuple(replicas)
         self.keep_gradients = keep_gradients
         self.reduce_dtype = reduce_dtype
-        self._syncing = True
         make_copies_equal(module, group, self.replicas, groups)
         own: dict[nn.Parameter, nn.Parameter] = {}
         for param in module.parameters():
@@ -94,23 +99,17 @@ class ShardedDataParallel(nn.Module):
         self.shards = shards_by_name(module, own)
         self.buckets: list[ShardedBucket] = []
         cut = cut_into_buckets(trained_last_first(module), bucket_mb, groups=groups)
-        for number, params in enumerate(cut):
-            self.buckets.append(ShardedBucket(params, own, groups.get(params[0], group)))
+        self._bucket_of: dict[nn.Parameter, ShardedBucket] = {}
+        for params in cut:
+            bucket = ShardedBucket(params, own, groups.get(params[0], group))
+            self.buckets.append(bucket)
             for param in params:
-                param.register_post_accumulate_grad_hook(_when_ready(weakref.ref(self), number))
+                self._bucket_of[param] = bucket
+                on_gradient(param, self._gradient_ready)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What the module computes."""
         return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it backward only accumulates whole gradients."""
-        self._syncing = False
-        try:
-            yield
-        finally:
-            self._syncing = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, and the averages in `shards`."""
@@ -126,7 +125,7 @@ class ShardedDataParallel(nn.Module):
         # What is not sent yet has a parameter that this rank did not use, or comes after one that
         # has: it goes now, with zeros, since other ranks may wait for it.
         for bucket in self.buckets:
-            if bucket.finish is None:
+            if not bucket.is_sent:
                 bucket.send(self.num_shares, self.reduce_dtype)
         for bucket in self.buckets:
             bucket.receive(self.replicas, self.keep_gradients)
@@ -139,22 +138,15 @@ class ShardedDataParallel(nn.Module):
         for bucket in self.buckets:
             gather_weights(bucket.params, bucket.group)
 
-    def _gradient_ready(self, bucket: "ShardedBucket", param: nn.Parameter) -> None:
+    def _gradient_ready(self, param: nn.Parameter) -> None:
         if not self._syncing:
             return
+        bucket = self._bucket_of[param]
         if param not in bucket.missing:
-            raise RuntimeError(
-                "a second backward ran before finish_gradient_sync(), its gradient would be lost: "
-                "call finish_gradient_sync() after each backward, or run all but the last one "
-                "inside no_sync()"
-            )
+            raise RuntimeError(SECOND_BACKWARD)
         bucket.missing.remove(param)
-        for candidate in self.buckets:  # in one order on all ranks, as in `parallel.data`
-            if candidate.finish is not None:
-                continue
-            if candidate.missing:
-                break
-            candidate.send(self.num_shares, self.reduce_dtype)
+        for full in next_to_send(self.buckets):
+            full.send(self.num_shares, self.reduce_dtype)
 
 
 class ShardedBucket:
@@ -178,6 +170,11 @@ class ShardedBucket:
         self.cut = Cut([param.shape for param in params], group.size())
         self.missing = set(params)
         self.finish: Callable[[], torch.Tensor] | None = None
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether its reduce-scatter is under way."""
+        return self.finish is not None
 
     def send(self, num_shares: int, dtype: torch.dtype | None = None) -> None:
         """Start the reduce-scatter without waiting for it; dtype: of the message."""
@@ -225,14 +222,3 @@ def shards_by_name(
         if param in own:
             shards[name] = own[param]
     return shards
-
-
-def _when_ready(parallel: weakref.ref, number: int) -> Callable[[nn.Parameter], None]:
-    """The hook of a weight in bucket `number`; it refers to nothing, as that of `parallel.data`."""
-
-    def hook(param: nn.Parameter) -> None:
-        alive = parallel()
-        if alive is not None:
-            alive._gradient_ready(alive.buckets[number], param)
-
-    return hook

@@ -33,7 +33,6 @@ Held by: tests/ranks/test_zero.py, tests/ranks/test_parallel_parity.py
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,14 +41,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from labcode.comm.collectives import start_all_gather, start_reduce_scatter
-from labcode.parallel.buckets import make_copies_equal
+from labcode.parallel.buckets import Synchronized, make_copies_equal, on_gradient
 from labcode.parallel.zero.cut import Cut, piece_of
 from labcode.parallel.zero.gradients import shards_by_name
 
 Materialize = Callable[[str], torch.Tensor]
 
 
-class FullyShardedModule(nn.Module):
+class FullyShardedModule(Synchronized):
     """A module whose weights, gradients and optimizer state are divided over a group.
 
     Call it like the module. After the last backward of a step call `finish_gradient_sync()`, then
@@ -114,7 +113,6 @@ class FullyShardedModule(nn.Module):
         self.compute_dtype = compute_dtype
         self.reshard_after_forward = reshard_after_forward
         self.prefetch = prefetch
-        self._syncing = True
         self._in_backward = False
         # By name, because `_leave_meta` exchanges the parameters.
         own_group = {name: (groups or {}).get(param) for name, param in module.named_parameters()}
@@ -156,11 +154,12 @@ class FullyShardedModule(nn.Module):
         self.register_load_state_dict_pre_hook(_prefix_with_module)
         for number, layer in enumerate(chosen):
             self._watch(layer, number)
+        self._unit_of: dict[nn.Parameter, Unit] = {}
         for unit in (*self.units, self.root):
             for param in unit.params:
+                self._unit_of[param] = unit
                 if param.requires_grad:
-                    hook = _gradient_hook(weakref.ref(self), weakref.ref(unit))
-                    param.register_post_accumulate_grad_hook(hook)
+                    on_gradient(param, self._gradient_ready)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module computes."""
@@ -186,15 +185,6 @@ class FullyShardedModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's rows and the buffers, under the names that the module gives them."""
         return self.module.state_dict(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it backward only accumulates whole gradients; nothing of them is sent."""
-        self._syncing = False
-        try:
-            yield
-        finally:
-            self._syncing = True
 
     def finish_gradient_sync(self) -> None:
         """Wait until each of the `shards` has its average; every rank calls it once per step.
@@ -266,8 +256,9 @@ class FullyShardedModule(nn.Module):
             for unit in self._units_of_layer[neighbour]:
                 unit.start_gather()
 
-    def _gradient_ready(self, unit: "Unit", param: nn.Parameter) -> None:
+    def _gradient_ready(self, param: nn.Parameter) -> None:
         """Note that a weight has its gradient of this backward; send a unit after its last one."""
+        unit = self._unit_of[param]
         self._begin_backward()
         unit.ready.add(param)
         if len(unit.ready) < unit.num_trained:
@@ -589,15 +580,3 @@ def _require_alive(alive: weakref.ref) -> FullyShardedModule:
     parallel = alive()
     assert parallel is not None, "the FullyShardedModule around this module is gone"
     return parallel
-
-
-def _gradient_hook(alive: weakref.ref, unit: "weakref.ref[Unit]") -> Callable[[nn.Parameter], None]:
-    """The hook of a weight; it keeps nothing alive, like the hook of `parallel.data`."""
-
-    def hook(param: nn.Parameter) -> None:
-        parallel = alive()
-        own = unit()
-        if parallel is not None and own is not None:
-            parallel._gradient_ready(own, param)
-
-    return hook

@@ -46,6 +46,7 @@ class _Statistics(Feature):
         Communicates: for each group an all-gather of 9 float64 numbers for each tensor, of 6 for
             LogFp8TensorStats.
         """
+        # emptied first: a step whose messages fail is not written a second time with the next one
         waiting, self._waiting = self._waiting, {}
         groups: list[dist.ProcessGroup | None] = []
         for group, *_ in waiting:
@@ -54,6 +55,7 @@ class _Statistics(Feature):
         # in the order of their first tensors, which is the same on all ranks of a stage
         for group in groups:
             entries = {key[1:]: value for key, value in waiting.items() if key[0] is group}
+            # by name, so that the row of a tensor does not hang on which hook was the first to run
             names = sorted(entries)
             together = _together([entries[name][0] for name in names], group)
             for key, found in zip(names, together):
@@ -186,6 +188,8 @@ class DumpTensors(Feature):
         file = f"{layer_name.replace('.', '_')}_{tensor_name}.pt"
         kept = self._waiting.setdefault(folder / f"iter_{iteration:06d}" / file, {})
         for name, tensor in made.items():
+            # a copy until the step ends: an activation may be changed in place, and ZeRO takes a
+            # weight back
             kept[name] = tensor.detach().clone()
 
     def flush(self) -> None:
@@ -225,6 +229,8 @@ class FakeQuant(Feature):
         """The tensor as 8 bits would hold it, with the scale of its own amax."""
         to = FORMATS[config["quant_format"]]
         scale = scale_for(tensor.abs().amax(), to)
+        # scaled in float32 at least: in bfloat16 the product with the scale would round before the
+        # cast
         wide = tensor if tensor.dtype == torch.float64 else tensor.float()
         return (cast(wide * scale, to) / scale).to(tensor.dtype)
 
@@ -281,6 +287,8 @@ def _together(own: list[Any], group: dist.ProcessGroup | None) -> list[Any]:
     if group is None or group.size() == 1 or not own:
         return own
     kind = type(own[0])
+    # An all-gather and no all-reduce: means and extremes do not add up. Every rank then combines
+    # the parts in the order of the ranks, so that all of them get the same bits.
     numbers = torch.tensor([sums.numbers() for sums in own], dtype=torch.float64)
     numbers = numbers.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     parts = [torch.empty_like(numbers) for _ in range(group.size())]

@@ -23,10 +23,10 @@ from labcode.pool.ranks import RankError, Ranks
 from labcode.teach.check import RETURNED_NONE, Hint, is_stub, reason
 from labcode.teach.exercises.simulated import Endless, Event, Mismatch, Outcome, Stuck, simulate
 from labcode.units import ranks_text
+from labcode.waits import EVERY_RANK, broken_rule
 
 TOLERANCE = 1e-9
 REAL_ROUNDING = 1e-5  # float32, added in another order
-RULE = "every rank that a call needs has to make it"
 # All ranks; more than a text names, so that nobody can list what each of them does; and three in
 # which a rank of the group is not the rank of the world.
 GROUPS = ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5), (1, 2, 3))
@@ -203,7 +203,7 @@ def settle(outcome: Outcome, case: str = "") -> Outcome:
         everybody = "" if outcome.finished() else "the ranks wait for each other: "
         raise Hint(f"{case}{everybody}{stuck}: {_rule(outcome)}") from None
     except Mismatch as error:
-        raise Hint(f"{case}{error}: {RULE}, with one size and dtype") from None
+        raise Hint(f"{case}{error}: {EVERY_RANK}, with one size and dtype") from None
     except Endless as error:
         raise Hint(f"{where}{error}: does your loop end?") from None
     except Hint as hint:
@@ -224,12 +224,9 @@ def settle(outcome: Outcome, case: str = "") -> Outcome:
 def _rule(outcome: Outcome) -> str:
     """What the ranks that wait for each other have broken."""
     events = [place.event for place in outcome.stuck.values()]
-    kinds = {event.kind for event in events if event is not None}
-    if len(events) == len(outcome.results) and kinds == {"send"}:
-        return "all of them wait in send, and none receives"
-    if len(events) == len(outcome.results) and kinds == {"recv"}:
-        return "all of them wait in recv, and none sends"
-    return RULE
+    if len(events) < len(outcome.results):
+        return EVERY_RANK
+    return broken_rule(event.kind for event in events if event is not None)
 
 
 def run(

@@ -64,6 +64,7 @@ def read_about(folder: Path) -> About:
     tree = _read_json(folder / ABOUT)
     if not isinstance(tree, dict):
         raise DamagedError(f"{ABOUT} is a {type(tree).__name__}")
+    # the checksum is of everything but itself
     tree = dict(tree)
     found = tree.pop("sha256", None)
     if found is None:
@@ -97,6 +98,8 @@ def step_name(step: int) -> str:
 def share_of(rank: int, num_ranks: int, names: Iterable[str]) -> list[str]:
     """The files that a rank compares with their checksums: each file is one rank's."""
     share = []
+    # By the rank that wrote a file, and not in turn: on the same grid a rank reads what its machine
+    # wrote, and may still have it in memory.
     for name in names:
         match = OF_A_RANK.fullmatch(name)
         owner = int(match[1]) % num_ranks if match else 0
@@ -140,10 +143,12 @@ def _about(tree: dict[str, Any]) -> About:
     """What `run.json` says, if it has the shape that is written."""
     types = {"step": int, "config": dict, "grid": dict, "data_sha256": str, "files": dict}
     for name, expected in types.items():
+        # not isinstance: JSON's true is an int in Python
         if type(tree.get(name)) is not expected:
             raise DamagedError(f"{name} in {ABOUT} is no {expected.__name__}")
     files = {}
     for name, file in tree["files"].items():
+        # a name with a slash in it would lead out of the folder
         if not name or name in (".", "..") or set(name) & set("/\\\0"):
             raise DamagedError(f"{ABOUT} names a file {name!r}, which is no name in its folder")
         known = isinstance(file, dict) and type(file.get("size_bytes")) is int
@@ -175,6 +180,7 @@ def _read_json(path: Path) -> Any:
         content = path.read_bytes()
     try:
         return json.loads(content)
+    # RecursionError: brackets nested by the thousand
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path.name} is not JSON: {error}") from None
 

@@ -43,6 +43,7 @@ WEIGHTS = "model.safetensors"
 MODEL = "model/"  # in front of a weight's name in a checkpoint
 FIELD = "train.start_from"
 # in a folder the first of them that is there
+# safetensors before what is pickled: they hold numbers and nothing else
 WEIGHT_FILES = (
     WEIGHTS,
     "model.safetensors.index.json",
@@ -164,6 +165,7 @@ def export(run: Path, to: Path) -> str:
     weights, source = _weights_of(run)
     config = dataclasses.replace(config, vocab_size=weights["embed.weight"].shape[0])
     to.parent.mkdir(parents=True, exist_ok=True)
+    # beside the folder that it becomes: a rename does not leave its file system
     unfinished = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
     try:
         tensors = hub.state_dict(config, weights)
@@ -175,6 +177,7 @@ def export(run: Path, to: Path) -> str:
             shutil.copyfile(tokenizer, unfinished / TOKENIZERS[0])
         unfinished.chmod(0o755)  # that of a folder of mkdtemp is for its owner alone
         os.replace(unfinished, to)
+    # Ctrl-C too
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -316,6 +319,8 @@ class HubCheckpoint:
         """
         differ = self.described.differences(model)
         if differ.keys() - {"vocab_size"}:
+            # A model of other sizes is another model: that its tokens differ as well helps nobody
+            # to find it.
             differ.pop("vocab_size", None)
         theirs = [self.described.theirs.get(name, self._kind(name)) for name in differ]
         ours = [f"model.{name}={_shown(getattr(model, name))}" for name in differ]
@@ -406,6 +411,8 @@ class HubCheckpoint:
             self._check_shape(ours, pieces[ours], list(model.shardings[ours].shape))
         with torch.no_grad():
             for ours, param in model.weights.items():
+                # Put together on the CPU and copied once: a box of a GPU's weight would be a small
+                # copy of its own.
                 own = torch.empty(param.shape, dtype=param.dtype)
                 for box in boxes_of(model.shardings[ours], model.grid):
                     self._read_box(pieces[ours], box, box.view(own))
@@ -437,6 +444,7 @@ class HubCheckpoint:
             for offset, size in zip(box.offsets[1:], box.sizes[1:]):
                 ranges.append(slice(offset, offset + size))
             tensor = self._tensors[piece.name]
+            # the file has [in, out]: the same box with its sides exchanged is read, and turned
             if piece.transposed:
                 part = tensor.read(tuple(reversed(ranges))).t()
             else:
@@ -498,6 +506,7 @@ def _weight_file(path: Path) -> Path:
             f"{FIELD}: {path} is a run of this course: write its weights first, with "
             f"python -m labcode.train.export {path} OUT, or go on with it (--checkpoint.resume)"
         )
+    # what else people have on their disks: the way from there is worth more than "no weights found"
     for pattern, (what, do) in OTHER_FORMATS.items():
         if any(path.glob(pattern)):
             raise ValueError(f"{FIELD}: {path} is {what}: {do.format(path=path)}")
@@ -521,6 +530,7 @@ def _files_of(path: Path) -> list[Path]:
     """
     files = [path]
     if path.name.endswith(".index.json"):
+        # each file once, though it is named for every weight in it
         files = [path.parent / name for name in sorted(set(_index(path).values()))]
     for file in files:
         if kind_of(file).name not in ("safetensors", "torch", "old torch", "pickle"):

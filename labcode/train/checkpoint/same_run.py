@@ -50,6 +50,7 @@ def check_same_run(about: About, folder: Path, config: Config, data_sha256: str)
     Raises:
         ValueError: They differ in more than `MAY_CHANGE`.
     """
+    # As it is in the file: there a tuple is a list, and comparing the two would find a change.
     then = as_json(_defaults(config)) | _flat(about.config)
     now = as_json(field_paths(config))
     differing = []
@@ -64,6 +65,7 @@ def check_same_run(about: About, folder: Path, config: Config, data_sha256: str)
             f"this run has {now.get(name)}: "
             "resume with the same, or begin again in another train.out"
         )
+    # both known: data without a hash must not keep a run from resuming
     if about.data_sha256 and data_sha256 and about.data_sha256 != data_sha256:
         raise ValueError(
             f"the data has changed since {folder} was written "

@@ -166,6 +166,7 @@ class RunState:
         """
         stored = index[key]
         if name and stored.size == tuple(self.model.shardings[name].shape):
+            # memory of its own, on the CPU: the run stays as it is until all ranks have read all
             return self._part(name, torch.empty(self.params[name].shape, dtype=stored.dtype))
         return whole(torch.empty(stored.size, dtype=stored.dtype))
 
@@ -259,9 +260,13 @@ class RunState:
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 prefix = _optimizer_prefix(self.stored_as[names[param]])
+                # empty for a weight that had no gradient so far, as AdamW has it before its first
+                # step
                 state["state"][index] = _below(mine, prefix)
                 index += 1
-        # brings each tensor to the device and the dtype that its weight asks for
+        # Not filled in place: a fresh optimizer has no state yet, and what it will keep is its own
+        # affair. load_state_dict leaves `step` float32, whatever the weight is, and brings each
+        # tensor to the device and the dtype that its weight asks for
         self.optimizer.load_state_dict(state)
 
     def _random(self) -> Tensors:

@@ -97,6 +97,7 @@ class _Writing:
     def _run(self) -> None:
         try:
             self._future.set_result(self._write())
+        # whatever it is: a result that never comes would let all ranks wait in `finish`
         except BaseException as error:
             self._future.set_exception(error)
 
@@ -211,6 +212,8 @@ class Checkpoints:
         """
         if self._writing is None:
             return
+        # The least of all ranks: `finish` is collective, so all enter it in one step, and none
+        # waits there for a rank that still writes.
         done = torch.tensor(int(self._writing.is_done()))
         dist.all_reduce(done, dist.ReduceOp.MIN)
         if done.item():
@@ -295,6 +298,7 @@ class Checkpoints:
 
     def _complete(self, unfinished: Path, folder: Path, about: About) -> None:
         """Describe the files that all ranks have written, rename their folder, remove old ones."""
+        # Read back before it counts: what rank 0 has put together must fit the files of all ranks.
         try:
             read_index(unfinished, about)
         except DamagedError as error:
@@ -305,6 +309,8 @@ class Checkpoints:
             if _step_of(other) >= about.step or other in self._unused:
                 _put_aside(other)
         self._unused = []
+        # This is the moment from which it counts: a rename is whole or not at all. It is brought to
+        # the disk before an older one goes; else a loss of power could leave neither of them.
         os.replace(unfinished, folder)
         sync_folder(self.folder)
         for old in self._complete_ones()[: -self.config.checkpoint.keep]:
@@ -348,6 +354,8 @@ class Checkpoints:
                 that says nothing about it, such as a missing right.
         Held by: tests/ranks/test_checkpoint.py
         """
+        # rank 0 looks for all: on a network file system two ranks may see two lists for some
+        # seconds
         folders = on_first_rank(self._complete_ones)
         if not folders:
             return None
@@ -380,6 +388,7 @@ class Checkpoints:
         wrong: list[str] = []
         folder = start
         while True:
+            # its checksums were right when `newest` looked; a file may be gone since
             tensors = self._read(state, folder, wrong)
             if tensors is not None:
                 state.fill(tensors)
@@ -532,6 +541,7 @@ def _remove(folder: Path) -> None:
     if folder.is_symlink() or not folder.is_dir():
         folder.unlink(missing_ok=True)
     else:
+        # what cannot be removed now is called `.partial`, and the next save tries again
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -18,6 +18,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,8 +184,9 @@ def write(folder: Path, rank: int, parts: Mapping[str, Part], index: Index) -> S
                 own.append((starts[box.offsets], box.view(part.own)))
     if not own:
         return None
-    own.sort(key=_start)  # by place in the file, which is written from front to back
+    own.sort(key=itemgetter(0))  # by place in the file, which is written from front to back
     digest = hashlib.sha256()
+    # "x": a file that is there already is of another attempt, which has not ended as was thought
     with open(folder / name, "xb") as file:
         for start, block in own:
             # zeros up to the place where the box begins, then its numbers
@@ -198,12 +200,9 @@ def write(folder: Path, rank: int, parts: Mapping[str, Part], index: Index) -> S
         return StoredFile(file.tell(), digest.hexdigest())
 
 
-def _start(placed: tuple[int, torch.Tensor]) -> int:
-    return placed[0]
-
-
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
+    # as bytes, because numpy has no bfloat16
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -258,11 +257,13 @@ def _copy_common(
         first = max(offset, other)
         firsts.append(first)
         counts.append(min(offset + size, other + other_size) - first)
+    # most pairs of boxes end here, before a file is opened
     if any(count <= 0 for count in counts):
         return 0
     target = box.view(own)
     for dim, (first, count) in enumerate(zip(firsts, counts)):
         target = target.narrow(dim, first - box.offsets[dim], count)
+    # a tensor without dims: one number, which is read as a row of one
     if not counts:
         target.copy_(_read_rows(folder, stored._replace(sizes=(1,)), dtype, 0, 1)[0])
         return 1
@@ -277,6 +278,9 @@ def _read_rows(
     folder: Path, stored: StoredBox, dtype: torch.dtype, first: int, count: int
 ) -> torch.Tensor:
     """Some rows of a box: indices of its first dim."""
+    # Whole rows, because they lie together and are one read. A rank that needs some columns of a
+    # box reads all of them: of a whole weight that tp = 8 cuts by columns eight times what it
+    # keeps.
     rows = torch.empty((count, *stored.sizes[1:]), dtype=dtype)
     row_bytes = math.prod(stored.sizes[1:]) * dtype.itemsize
     try:

@@ -62,6 +62,9 @@ def observers_of(
     world = training.world
     training.debugging.open(out, training.steps_done, log.say)
     saving = Saving(training, out, signals) if out and config.checkpoint.on else None
+    # The profiler comes first and so stands around what the others do in a step. A run goes back
+    # (BadSteps) before its weights are validated or saved, and a row is written before a checkpoint
+    # of its step, so that a resumed run finds it. The result is last: it reads the rows.
     observers: list[Observer] = [
         StepProfiler(config.profile, world.rank, world.device, training.ranges, marks, out)
     ]

@@ -35,6 +35,7 @@ class BadSteps(Observer):
         how = ""
         if training.config.train.on_bad_step == "rollback" and self._saving:
             how = self._saving.roll_back()
+        # also under "rollback", as long as there is no checkpoint to go back to
         how = how or "its update is left out"
         number = training.steps_done
         row: dict[str, float] = {"step": number, "bad_steps": training.guard.bad_steps}

@@ -37,6 +37,7 @@ class Rows(Observer):
     def _device_sampler(self) -> DeviceSampler:
         """What samples this rank's device, where the samples are written."""
         training = self._training
+        # rank 0 alone: nobody would write what the others sample
         period_s = training.config.train.sample_device_s if self._log.writes else 0.0
         meter = meter_for(training.world.device) if period_s else ProcessMeter()
         return DeviceSampler(meter, period_s, lambda: training.steps_done, self._log.write_device)
@@ -91,11 +92,15 @@ class Rows(Observer):
             Diverged: The loss is not finite.
         """
         training = self._training
+        # A collective, so it is made in these steps alone; what the guard looks at in every step is
+        # the gradient, which a loss that is not finite spoils too.
         loss = mean_loss(training, step.loss)
         finite.check_loss("the loss", loss)
         parts_s = training.ranges.take()
         for line in self._slow.look(parts_s) if self._slow else ():
             self._log.say(line)
+        # From the global batch and the time of rank 0: ranks of dp wait for each other in each
+        # step, so that all take as long.
         samples_per_s = training.config.train.global_batch / step_s
         tokens_per_s = samples_per_s * training.task.model_config.sequence_length
         row = {
@@ -141,12 +146,13 @@ class Rows(Observer):
 
 
 def _flops_per_sample(training: Training) -> int:
-    """Of forward and backward, without what frozen weights spare."""
+    """FLOPs of forward and backward of a sample, without what frozen weights spare."""
     model_config = training.task.model_config
     flops = training_flops_per_sample(model_config)
     if not training.config.train.freeze:
         return flops
     weights = []
+    # from a model on the meta device: this rank may hold a stage of the real one, cut by tp
     for name, weight in build_meta(training.config, training.task).named_parameters():
         weights.append((name, weight.shape, weight.requires_grad))
     return flops - frozen_flops_per_sample(model_config, weights)

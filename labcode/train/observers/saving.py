@@ -65,6 +65,7 @@ class Saving(Observer):
         Returns:
             What was done, in words; "" if there is no checkpoint.
         """
+        # the newest may be the one that is under way
         self.checkpoints.finish()
         start = self.checkpoints.newest()
         if start is None:
@@ -75,6 +76,8 @@ class Saving(Observer):
         taken = self.checkpoints.load(training.state, start)
         training.model.gather_parameters()
         training.guard.state = counted  # the bad step is not forgotten
+        # Where the checkpoint is; then the position is set to where the run was. Reading the same
+        # batches again would meet the same spike.
         first = training.steps_done + 1
         training.batches.load_state_dict({"step": last})
         return f"back to {taken.name}, the batches of steps {first} to {last} are left out"

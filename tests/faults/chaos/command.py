@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from labcode import combinations
-from labcode.command import UsageError, parse
+from labcode.arguments import UsageError
+from labcode.command import parse
 from labcode.config import Config
 from labcode.minislurm.cluster import running
 
