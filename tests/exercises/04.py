@@ -840,7 +840,7 @@ PLAIN = Answers(
                 "    if dist.get_rank() == 0:\n        dist.barrier()\n"
                 "    dist.destroy_process_group()"
             ),
-            "run, on 2 ranks: (lines are those of your cell) rank 0 waits in barrier (run, line 131)",
+            "(lines are those of your cell) rank 0 waits in barrier (run, line 131)",
         ),
         "a loop without an end": (
             changed(
