@@ -726,7 +726,7 @@ check("4.4", main)
 #
 # Write the five functions that are open, each of 2 to 15 lines; `run` shows how they are called. `model` in `validate`,
 # `save` and `load` is the model itself, without DDP, and `folder` is a `pathlib.Path`. You may check after each
-# function: those that are written are tried by themselves, on two ranks.
+# function: those that are written are tried by themselves, on two simulated ranks, within seconds.
 #
 # 1. `loss_of` gives the mean loss of some samples. Forward runs under autocast, and the loss itself in float32.
 # 2. `train_epoch` takes an optimizer step after every `MICRO_BATCHES` batches; the loader has a multiple of that number.

@@ -123,7 +123,7 @@ def answer(exercise: str, kept: Answers, value: Any) -> tuple[Any, ...]:
             if old in text:
                 text = text.replace(old, new)
                 unused.discard(change)
-        _execute(text, f"<exercise {exercise}, cell {number}>", namespace)
+        _execute(text, f"<ipython exercise {exercise}, cell {number}>", namespace)
     assert not unused, f"the solution of {exercise} has nothing of {sorted(unused)}"
     return tuple(namespace[name] for name in names)
 

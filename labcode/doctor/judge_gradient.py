@@ -72,7 +72,7 @@ def undivided_losses(facts: list[Facts]) -> Iterator[Finding]:
             if total.count > 1 and is_sum and are_means and not _is_one_batch(total):
                 largest = max(largest, total.count)
                 if len(_by_key(steps)) > 1:  # losses of another line may add to it
-                    unit = "times too large, or more"
+                    unit = "times too large from one line of code alone"
     if largest:
         what = "the gradient is the sum of the micro-batches' means, not their mean"
         cure = "divide each loss by the number of micro-batches"
@@ -347,17 +347,25 @@ def uneven_windows(facts: list[Facts]) -> Iterator[Finding]:
 
 
 def needless_syncs(facts: list[Facts]) -> Iterator[Finding]:
-    """Gradients that travel at every micro-batch: the same gradient, for more bytes."""
+    """Gradients that travel at every micro-batch: the same gradient, for more bytes.
+
+    However many lines of code have sent, once in a step is enough.
+    """
     seen = [fact for fact in facts if max(fact.syncs, default=0) > 1]
     if seen:
         what = "gradients are sent at more than one micro-batch of a step"
-        extra_bytes = (max(seen[0].syncs) - 1) * seen[0].gradient_bytes
+        extra_bytes = (max(map(_sends, seen[0].steps[0])) - 1) * seen[0].gradient_bytes
         cure = (
             "run forward and backward of all micro-batches but the last inside model.no_sync(), "
             "and of the last one outside"
         )
         unit = "B a step too much"
         yield Finding("no_sync missing", what, _ranks(seen), extra_bytes, unit, cure, is_hint=True)
+
+
+def _sends(step: Step) -> int:
+    """Backward passes of a step that have sent gradients."""
+    return sum(1 for one in step["passes"] if one["sends"])
 
 
 LOOKS = (needless_syncs, undivided_losses, uneven_means, wrong_scale, lost_micro_batches)

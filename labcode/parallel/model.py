@@ -244,11 +244,11 @@ class ParallelModel(nn.Module):
         What the routers counted is kept for `expert_load` and begins anew.
 
         Communicates: one all-reduce over all ranks that hold tokens of the batch, of `layers * E`
-            numbers; nothing without such biases.
+            numbers; nothing without such biases, or where no backward has come to them.
         """
         loads = {}
         for name, router in self.routers.items():
-            if router.bias is not None:
+            if router.bias is not None and router.load is not None:  # a frozen part has no backward
                 loads[name] = router.load
         self._routed = take_routed(self.routers.values(), self._experts)
         if not loads:

@@ -69,11 +69,15 @@ def layer_activations(
     "4 bytes" are more where the numbers themselves have more. S is S/cp here. Under sequence
     parallelism the first three and the last are cut over tp as well. With cp the formula is that of
     the ring, which keeps the rank's own keys and values; a layer that gathers them may keep more.
+    The norms are those of a GPU. On a CPU an RMS norm is no operation of its own in PyTorch 2.13:
+    it keeps x / rms besides, B S H numbers more for each norm, of 4 bytes at least.
 
     F is that of all MLPs that a token uses: k experts and the shared one. tp cuts the features
     inside an expert, so that each of its ranks has all rows; sequence parallelism gathers them
     before. ep changes nothing here as long as the router spreads the rows evenly: a rank gets as
     many as it sends. Of an uneven one the rank with the fullest experts keeps more, in proportion.
+
+    Held by: test_perf_memory.py::test_an_rms_norm_on_a_cpu_keeps_what_it_normalised
 
     Args:
         model: Its shape. The sequence is `model.sequence_length` long.

@@ -61,6 +61,9 @@ MEANINGS = {  # what gloo and the store write, and what it means
         r"torch.distributed wants a tensor and was given an object of type \1: torch.tensor(...) "
         "makes one"
     ),
+    r"parameter `(\w+)` of type List\[torch\.Tensor\] but got <class 'tuple'>": (
+        r"`\1` was given a tuple, as `split` and `chunk` return it: list(...) makes a list of it"
+    ),
     r"Invalid function argument\. Expected parameter `\w+` of type torch\.Tensor": (
         "torch.distributed was given what is no tensor: if it is the .grad of an x, was "
         "requires_grad_ called on this very x, and does another rank wait for it?"

@@ -17,6 +17,7 @@ from IPython.core.getipython import get_ipython
 
 LIBRARY = Path(__file__).resolve().parents[1]
 MAX_QUOTED = 50  # characters of a line of the learner's: its number says which one it is
+FILE_LINE = re.compile(r'(?m)^ *File "([^"\n]*)", line (\d+), in (.*)$(?:\n +(.*))?')
 CELL_LINE = re.compile(r'(?m)^( *)File "([^"\n]*ipykernel[^"\n]*)", line (\d+), in (.*)$')
 
 
@@ -83,6 +84,24 @@ def place_in_cells(error: BaseException) -> str:
     return place
 
 
+def place_in_file(error: BaseException, file: str) -> str:
+    """Where in a function of a script of the learner's an error was raised, on a rank.
+
+    Args:
+        error: With the rank's traceback as its note.
+        file: The script's name, without its folder.
+
+    Returns:
+        " (line 3 of train.py, in main: `x = y`)", to put after the error; "" for other code.
+    """
+    place = ""
+    for note in getattr(error, "__notes__", []):
+        for path, number, function, source in FILE_LINE.findall(note):
+            if Path(path).name == file and function != "<module>":
+                place = _place(int(number), file, function, source)
+    return place
+
+
 def raised_in_a_cell(error: BaseException) -> bool:
     """Whether a line of the learner's own cells has raised an error, and not what it called."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -94,11 +113,14 @@ def _is_cell(file: str) -> bool:
 
 
 def _line_of(file: str, number: int, function: str) -> str:
-    source = linecache.getline(file, number).strip()
+    return _place(number, "your cell", function, linecache.getline(file, number).strip())
+
+
+def _place(number: int, whose: str, function: str, source: str) -> str:
     if len(source) > MAX_QUOTED:
         source = f"{source[: MAX_QUOTED - 4].rstrip()} ..."
     shown = f": `{source}`" if source else ""
-    return f" (line {number} of your cell, in {function}{shown})"
+    return f" (line {number} of {whose}, in {function}{shown})"
 
 
 def with_source(note: str) -> str:

@@ -812,6 +812,43 @@ PLAIN = Answers(
             changed("    dist.destroy_process_group()\n => "),
             "the process group is still there at the end",
         ),
+        "a name that torch does not have": (
+            changed("return F.cross_entropy => return F.crossentropy"),
+            "has no attribute 'crossentropy' (line 51 of your cell, in loss_of: `return F.cross",
+        ),
+        "an error behind the first step": (
+            changed("count.item()\n => count[0].item()\n"),
+            "(line 83 of your cell, in validate: `return (loss_sum / count)",
+        ),
+        "a sum on rank 0": (
+            changed(
+                "    dist.all_reduce(mean)\n => "
+                "    if dist.get_rank() == 0:\n        dist.all_reduce(mean)\n"
+            ),
+            "rank 0 waits in all_reduce of float32 [] (train_epoch, line 68), rank 1 has finished",
+        ),
+        "a barrier of rank 0": (
+            changed(
+                "folder / CHECKPOINT)\n\n\ndef load => "
+                "folder / CHECKPOINT)\n    dist.barrier()\n\n\ndef load"
+            ),
+            "rank 0 waits in barrier (save, line 98), rank 1 has finished",
+        ),
+        "ranks of run that do not meet": (
+            changed(
+                "    dist.destroy_process_group() => "
+                "    if dist.get_rank() == 0:\n        dist.barrier()\n"
+                "    dist.destroy_process_group()"
+            ),
+            "(lines are those of your cell) rank 0 waits in barrier (run, line 131)",
+        ),
+        "a loop without an end": (
+            changed(
+                "    mean = total / len(loader)\n => "
+                "    while dist.get_rank() == 0:\n        pass\n    mean = total / len(loader)\n"
+            ),
+            "train_epoch did not come to an end",
+        ),
     },
 )
 

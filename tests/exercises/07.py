@@ -759,7 +759,29 @@ NIGHT = Answers(
         ),
         "set_epoch forgotten": (changed(f"{SET_EPOCH} => pass"), "4 of 5 faults are gone"),
         "not divided": (changed(f"{FOURTH} => {UNDIVIDED}"), "1/m missing"),
-        "sent at each backward": (changed(f"{SWITCH} => pass"), "no_sync missing"),
+        "sent at each backward": (changed(f"{SWITCH} => pass"), "2.235e+05 B a step too much"),
+        "sent at each backward, in two lines": (
+            changed(
+                f"{SWITCH} => pass",
+                f"loss = {FOURTH}\n                loss.backward() => if is_last:\n"
+                f"                    ({FOURTH}).backward()\n"
+                "                else:\n"
+                f"                    ({FOURTH}).backward()",
+            ),
+            "2.235e+05 B a step too much",  # three of four
+        ),
+        "sent at each backward, two in a line": (
+            changed(
+                f"{SWITCH} => pass",
+                f"loss = {FOURTH}\n                loss.backward() => "
+                "half = len(inputs) // 2\n"
+                "                one, two = (inputs[:half], targets[:half]), "
+                "(inputs[half:], targets[half:])\n"
+                "                for inputs, targets in (one, two): "
+                "(cross_entropy(model(inputs), targets) / 8).backward()",
+            ),
+            "5.215e+05 B a step too much",  # seven of eight
+        ),
         "sent at all but the last": (
             changed("sync = is_last => sync = not is_last"),
             "and of the last one outside",
@@ -785,7 +807,7 @@ NIGHT = Answers(
                 "                    with model.no_sync():\n"
                 f"                        {UNDIVIDED}.backward()",
             ),
-            "times too large, or more",
+            "3 times too large from one line of code alone",
         ),
         "saved by all": (changed(f"{BY_RANK_0} => {SAVE}"), "saved by all"),
         "still searching": (changed(SEARCH), "search unneeded"),

@@ -169,7 +169,7 @@ PAIR = Answers(
     wrong={
         "cut without contiguous": (
             changed("[part.contiguous() for part in x.chunk(t, dim=1)] => list(x.chunk(t, dim=1))"),
-            "a tensor has gaps in its memory: pass x.contiguous()",
+            "a tensor has gaps in its memory, NCCL refuses it",
         ),
         "an all-gather not waited for": (
             changed("(parts, x, group=group) => (parts, x, group=group, async_op=True)"),

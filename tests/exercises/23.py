@@ -138,6 +138,17 @@ ROUTER = Answers(
     },
     wrong={
         "not divided": (changed(f"{WEIGHTS} => weights = largest"), "do not add up to 1"),
+        "sigmoids": (
+            changed(f"{SCORES} => scores = torch.sigmoid(x @ weight.T)"),
+            "sigmoids, each of one logit alone",
+        ),
+        "sigmoids that are not divided": (
+            changed(
+                f"{SCORES} => scores = torch.sigmoid(x @ weight.T)",
+                f"{WEIGHTS} => weights = largest",
+            ),
+            "sigmoids, each of one logit alone",
+        ),
         "softmax twice": (
             changed(f"{WEIGHTS} => weights = largest.softmax(-1)"),
             "softmax already",

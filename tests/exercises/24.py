@@ -95,6 +95,26 @@ class ByLists(torch.autograd.Function):
         return ByLists.travel(grad, *ctx.back), None, None, None
 
 
+class IntoViews(torch.autograd.Function):
+    """dist.all_to_all from views of the rows into views of the output."""
+
+    @staticmethod
+    def travel(rows, sent, received, group):
+        out = rows.new_empty(sum(received), rows.shape[1])
+        takes = list(out.split(received))
+        dist.all_to_all(takes, list(rows.contiguous().split(sent)), group=group)
+        return out
+
+    @staticmethod
+    def forward(ctx, rows, sent, received, group):
+        ctx.back = (received, sent, group)
+        return IntoViews.travel(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return IntoViews.travel(grad, *ctx.back), None, None, None
+
+
 class ByTorch(torch.autograd.Function):
     """PyTorch's functional collective, forward and backward."""
 
@@ -121,6 +141,7 @@ EXCHANGE = Answers(
     solves="MyExchange",
     right={
         "lists of tensors": ByLists,
+        "lists of views": IntoViews,
         "functional collectives": ByTorch,
         "awaited": changed(
             "group=group) => group=group, async_op=True).wait()",
@@ -154,6 +175,20 @@ EXCHANGE = Answers(
         "even splits": (
             changed("contiguous(), received, sent, group => contiguous(), group"),
             "equal parts along dim 0",
+        ),
+        "lists of pieces with gaps": (
+            changed(
+                f"{SEND} => dist.all_to_all(list(out.split(received)), list(rows.split(sent)), "
+                "group=group)"
+            ),
+            "NCCL refuses it and gloo may send what lies in the gaps: pass x.contiguous() (line",
+        ),
+        "a tuple of pieces": (
+            changed(
+                f"{SEND} => dist.all_to_all(list(out.split(received)), "
+                "rows.contiguous().split(sent), group=group)"
+            ),
+            "`input_tensor_list` was given a tuple, as `split` and `chunk` return it",
         ),
         "without the group": (changed("sent, group=group => sent"), "rank 1 waits in all_to_all"),
         "backward without the group": (
@@ -353,6 +388,10 @@ LAYER = Answers(
         "without the group": (
             changed("theirs, counts, group=group => theirs, counts"),
             "no 4 equal parts along dim 0",
+        ),
+        "no minlength": (
+            changed(", minlength=num_experts => "),
+            "3 numbers do not make 4 rows of the same length: if they are counts",
         ),
         "splits of the sent for the received": (
             changed("received = theirs.sum(1) => received = counts.sum(1)"),

@@ -380,3 +380,39 @@ def test_sizes_that_do_not_divide_are_refused(ranks4):
             "6 experts cannot be divided over ep = 4: choose a divisor of their number",
             "an expert's 6 features cannot be cut over tp = 4: choose a divisor of them",
         ]
+
+
+def biases_after_a_step(frozen):
+    """Whether the biases of both routers have moved after a step of a model that is frozen in part.
+
+    Args:
+        frozen: How the names of the frozen weights begin.
+    """
+    from labcode.config import ParallelConfig
+    from labcode.models.gpt import GPT
+    from labcode.models.parallelize import parallelize
+
+    config = replace(MIXTURE, router="sigmoid", router_bias_rate=0.1)
+    with torch.device("meta"):
+        model = GPT(config)
+    for name, param in model.named_parameters():
+        if name.startswith(frozen):
+            param.requires_grad_(False)
+    grid = Grid.create(GridShape())
+    model = parallelize(model, grid, ParallelConfig(), seed=0, dtype=torch.float64)
+    tokens = torch.randint(32, (4, 16), generator=torch.Generator().manual_seed(7))
+    model.forward_backward([(tokens, tokens)])
+    model.rebalance()
+    return [bool(model.weights[f"{name}.bias"].any()) for name in model.routers]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "moved"),
+    [
+        ((), [True, True]),
+        (("embed", "positions", "blocks.0"), [False, True]),
+        (("embed", "positions", "blocks"), [False, False]),
+    ],
+)
+def test_the_bias_of_a_router_without_backward_stays(ranks1, frozen, moved):
+    assert ranks1.run(biases_after_a_step, frozen) == [moved]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +20,32 @@ models = st.builds(
     hidden_size=st.sampled_from((128, 1024)),
     dropout=st.just(0.1),
 )
+
+
+def kept_by(norm, x):
+    """The tensors of the size of x that a norm keeps for backward, each memory once."""
+    kept = {}
+
+    def note(tensor):
+        if tensor.numel() == x.numel():
+            kept[tensor.data_ptr()] = tensor  # alive, so that no other one gets its memory
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = norm(x)
+    assert result.requires_grad
+    return list(kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_rms_norm_on_a_cpu_keeps_what_it_normalised(dtype):
+    x = torch.randn(2, 8, 16, dtype=dtype, requires_grad=True)
+    assert len(kept_by(torch.nn.LayerNorm(16, dtype=dtype), x)) == 1
+    kept = kept_by(torch.nn.RMSNorm(16, eps=1e-5, dtype=dtype), x)
+    assert len(kept) == 2
+    wide = x.detach().float()
+    normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    assert any(torch.allclose(one, normalised) for one in kept if one.dtype == torch.float32)
 
 
 def test_one_layer_counted_by_hand():

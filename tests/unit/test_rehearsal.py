@@ -27,9 +27,9 @@ def played(tmp_path):
     def played(*lines, **names):
         path = tmp_path / "train.py"
         path.write_text(HEADER + "".join(f"    {line}\n" for line in lines))
-        outcome = rehearse(path, 2, "more", **names)
+        outcome = rehearse(path.read_text(), str(path), 2, "more", **names)
         try:
-            tell("", path, outcome)
+            tell("", path.name, outcome)
         except Hint as hint:
             return outcome, str(hint)
         return outcome, ""

@@ -1,5 +1,10 @@
-"""The file of a learner's script knows all names that its function uses."""
+"""The file of a learner's script: the names that it knows, and the line in which a rank failed."""
 
+import pytest
+
+from labcode import launch
+from labcode.teach.check import Hint
+from labcode.teach.exercises import scripts
 from labcode.teach.exercises.scripts import missing_names
 
 HEADER = "import torch\nfrom somewhere import build_model as make\n"
@@ -29,3 +34,34 @@ def test_names_of_the_header_and_of_the_function_are_known():
 def test_names_that_no_line_defines_are_missing():
     source = KNOWN.replace("sleep(0)", "setup(np.zeros(3))")
     assert missing_names(source, HEADER) == ["np", "setup"]
+
+
+TRACEBACK = """on rank 1: Traceback (most recent call last):
+  File "train.py", line 40, in <module>
+    main(Path("."))
+  File "train.py", line 12, in main
+    dist.all_reduce(loss)
+  File "/lib/torch/distributed/distributed_c10d.py", line 9, in all_reduce
+    work.wait()
+"""
+FAILED = {
+    "KeyError: 'x'": "on 2 ranks: rank 1 failed after 3.0 s: KeyError: 'x' "
+    "(line 12 of train.py, in main: `dist.all_reduce(loss)`)",
+    "RuntimeError: [../gloo/transport/unbound_buffer.cc:84] Timed out waiting 30000ms": (
+        "on 2 ranks: the ranks wait for each other (line 12 of train.py, in main: "
+        "`dist.all_reduce(loss)`): is there a collective that not all of them call?"
+    ),
+}
+
+
+@pytest.mark.parametrize("error", FAILED)
+def test_a_rank_that_failed_has_the_line_of_the_script(monkeypatch, tmp_path, error):
+    def fail(*_, **__):
+        failed = launch.LaunchError(f"rank 1 failed after 3.0 s: {error}", 1)
+        failed.add_note(TRACEBACK)
+        raise failed
+
+    monkeypatch.setattr(launch, "run", fail)
+    with pytest.raises(Hint) as told:
+        scripts.run("on 2 ranks: ", tmp_path / "train.py", nproc=2)
+    assert str(told.value) == FAILED[error]

@@ -442,8 +442,8 @@ def _check_rehearsal(path: Path) -> None:
     """On two simulated ranks they join, meet in every call, and share the samples."""
     case = "on 2 ranks: "
     samples = _NotedSamples(*l04_script.dataset.tensors)
-    outcome = rehearsal.rehearse(path, 2, dataset=samples)
-    rehearsal.tell(case, path, outcome)
+    outcome = rehearsal.rehearse(path.read_text(), str(path.resolve()), 2, dataset=samples)
+    rehearsal.tell(case, path.name, outcome)
     share = len(samples) // 2
     read = []
     for rank in range(2):

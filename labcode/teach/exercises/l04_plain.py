@@ -7,8 +7,9 @@ What the learner is given is one cell, a whole script with five functions to wri
 
     check("4.5", run)
 
-Each function that is written is looked at by itself, on two ranks (`l04_plain_probe`). Then the
-whole script is judged: on one rank, on two, and on two from a checkpoint.
+Each function that is written is looked at by itself, on two simulated ranks (`l04_plain_probe`),
+and so is `run`. Then the whole script is judged on real ones: on one rank, on two, and on two from
+a checkpoint.
 """
 
 import ast
@@ -22,9 +23,10 @@ from typing import Any, NamedTuple
 import torch
 
 from labcode.teach.check import Hint
-from labcode.teach.exercises import scripts
-from labcode.teach.exercises.expect import refuse
-from labcode.teach.exercises.l04_plain_probe import FOUND, NEEDS, PROBES
+from labcode.teach.exercises import l04_plain_probe, rehearsal, scripts
+from labcode.teach.exercises.expect import refuse, settle
+from labcode.teach.exercises.l04_plain_probe import NEEDS, PROBES
+from labcode.teach.exercises.simulated import Outcome
 
 SCRIPT = "train_plain.py"
 FOOTER = """
@@ -41,16 +43,6 @@ STOP = 2  # epochs before the checkpoint that a run goes on from
 # bfloat16 keeps three digits of a gradient, and two ranks round other parts of it than one: the
 # solution's losses differ by 0.2 % at most, and by 6 % where the optimizer's state is lost.
 ROUNDING = 0.01
-PROBE = "look_at_functions.py"
-PROBE_FOOTER = """
-
-if __name__ == "__main__":
-    import sys
-
-    from labcode.teach.exercises import l04_plain_probe
-
-    l04_plain_probe.main(globals(), sys.argv[1:])
-"""
 # the functions that handle samples, and how these come to the device
 HANDLE_SAMPLES = ("loss_of", "train_epoch", "validate")
 MOVES = {"to", "cuda"}
@@ -84,12 +76,13 @@ def script(function: Callable[..., Any] | str, folder: Path | str = "runs") -> N
         folder: Where the file `train_plain.py` is written.
     """
     source = function if isinstance(function, str) else cell_of(function)
+    lines_of = SCRIPT if isinstance(function, str) else function.__code__.co_filename
     path = Path(folder) / SCRIPT
     path.parent.mkdir(exist_ok=True)
     is_open = _open_functions(source)
     if len(is_open) < len(PROBES):
         _check_source(source)
-        _look_at_functions(source, is_open, path.parent / PROBE)
+        _look_at_functions(source, lines_of, is_open)
     if is_open:
         raise _still_open(is_open)
     path.write_text(source + FOOTER)
@@ -131,24 +124,37 @@ def _still_open(is_open: list[str]) -> NotImplementedError:
     return error
 
 
-def _look_at_functions(source: str, is_open: list[str], path: Path) -> None:
-    """Each function that is written, on two ranks, before the script as a whole.
+def _look_at_functions(source: str, lines_of: str, is_open: list[str]) -> None:
+    """Each function that is written, on two simulated ranks, and at last `run`, which calls all.
 
     One that calls an open one has to wait for that.
+
+    Args:
+        source: The text of the cell.
+        lines_of: The name under which tracebacks know its lines.
+        is_open: The functions that are still to be written.
     """
-    wanted = []
-    for name in PROBES:
-        if name not in is_open and NEEDS.get(name) not in is_open:
-            wanted.append(name)
-    path.write_text(source + PROBE_FOOTER)
-    try:
-        output = scripts.run("on 2 ranks: ", path, *wanted, nproc=2)
-    finally:
-        path.unlink()
-    for line in output.splitlines():
-        _, found, text = line.partition(FOUND)
-        if found:
-            raise Hint(text)
+    with l04_plain_probe.watched():
+        for name in PROBES:
+            if name in is_open or NEEDS.get(name) in is_open:
+                continue
+            outcome = rehearsal.rehearse(source, lines_of, 2, name, call=l04_plain_probe.look)
+            _explain(name, outcome)
+            text = next(filter(None, outcome.results), "")
+            refuse({text: text}, f"{name}: ")
+        if not is_open:
+            _explain("run", rehearsal.rehearse(source, lines_of, 2, call=_one_epoch))
+
+
+def _explain(name: str, outcome: Outcome) -> None:
+    """What went wrong on two simulated ranks, with the learner's line, if anything did."""
+    case = f"{name}, on 2 ranks: "
+    rehearsal.tell(case, "your cell", outcome)
+    settle(outcome, case)
+
+
+def _one_epoch(names: rehearsal.Names) -> None:
+    names["run"](Path("."), 1)
 
 
 # ---- without running it

@@ -1,9 +1,12 @@
-"""What runs on two ranks to look at the five functions of exercise 4.5 one by one.
+"""What runs on two simulated ranks to look at the five functions of exercise 4.5 one by one.
 
-Each probe calls one function of the learner's file, and says what is wrong with it, or "". The
-first text of any rank is printed by rank 0, where the check reads it.
+Each probe calls one function of the learner's cell, and says what is wrong with it, or "". It
+makes no call of torch.distributed after that: a rank that the learner's function leaves waiting for
+others would meet them there.
 """
 
+import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +19,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
-FOUND = "probe: "  # how the line begins that rank 0 prints
+from labcode.teach.exercises.simulated import current, here
+
+SAVED = "saved"  # a note: the name of a file that torch.save was given
+LOADED = "loaded"  # a note: the arguments of torch.load, by name
 STEPS = 3
 SAMPLES = 7  # an odd number: two ranks have shares of different lengths
 NEAR = 1e-3  # bfloat16 rounds the same values alike, whoever calls it
@@ -24,25 +30,43 @@ NEAR = 1e-3  # bfloat16 rounds the same values alike, whoever calls it
 Names = dict[str, Any]  # of the learner's file
 
 
-def main(names: Names, wanted: list[str]) -> None:
-    """Look at some functions of a file, until one is wrong.
+def look(names: Names, name: str) -> str:
+    """What is wrong with a function, on each rank, or "".
 
     Args:
-        names: What the file defines.
-        wanted: The functions that are written.
+        names: What the cell defines.
+        name: Of the function.
     """
     device = names["join"]()
-    for name in PROBES:
-        if name not in wanted:
-            continue
-        text = PROBES[name](names, device)
-        texts: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(texts, text)
-        if any(texts):
-            if dist.get_rank() == 0:
-                print(f"{FOUND}{name}: {next(filter(None, texts))}", flush=True)
-            break
-    dist.destroy_process_group()
+    return PROBES[name](names, device)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Within it torch.save and torch.load note on a simulated rank what they are given."""
+    save = functools.partial(_note_save, torch.save)
+    load = functools.partial(_note_load, torch.load)
+    with mock.patch.object(torch, "save", save), mock.patch.object(torch, "load", load):
+        yield
+
+
+def _note_save(
+    plain: Callable[..., None], content: Any, f: Any, *args: Any, **options: Any
+) -> None:
+    here().note(SAVED, Path(getattr(f, "name", f)).name)
+    plain(content, f, *args, **options)
+
+
+def _note_load(plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    here().note(LOADED, dict(inspect.signature(plain).bind(*args, **options).arguments))
+    return plain(*args, **options)
+
+
+def _noted(kind: str) -> list[Any]:
+    """What this rank has noted so far."""
+    rank = current()
+    assert rank is not None
+    return [one.value for one in rank.run.events if (one.rank, one.kind) == (rank.number, kind)]
 
 
 def _model(device: torch.device) -> nn.Module:
@@ -82,11 +106,13 @@ def _train_epoch(names: Names, device: torch.device) -> str:
     sends = [0]
     model.register_comm_hook(sends, _count_and_average)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    mean = names["train_epoch"](model, optimizer, loader, device)
     expected, right_mean = _trained(names, device, loader)
-    found = nn.utils.parameters_to_vector(model.parameters()).detach()
+    others = {}
     for text, options in TRAINED_WRONGLY.items():
-        other, _ = _trained(names, device, loader, **options)
+        others[text], _ = _trained(names, device, loader, **options)
+    mean = names["train_epoch"](model, optimizer, loader, device)
+    found = nn.utils.parameters_to_vector(model.parameters()).detach()
+    for text, other in others.items():
         if _is_near(found, other) and not _is_near(found, expected):
             return text
     if sends[0] > STEPS:
@@ -195,84 +221,62 @@ def _validate(names: Names, device: torch.device) -> str:
     return ""
 
 
-def _save(names: Names, device: torch.device) -> str:
-    return next(filter(None, _saved_and_loaded(names, device, loads=False)), "")
+FOLDER = Path("probed")  # of the checkpoint; each rehearsal has a new one
+EPOCHS_DONE = 3
 
 
-def _load(names: Names, device: torch.device) -> str:
-    return next(filter(None, _saved_and_loaded(names, device, loads=True)), "")
-
-
-def _saved_and_loaded(names: Names, device: torch.device, *, loads: bool) -> Iterator[str]:
-    """What is wrong with a checkpoint of epoch 3, first with its file, then with reading it."""
-    checkpoint = names["CHECKPOINT"]
-    folder = Path("probed")
-    if dist.get_rank() == 0:
-        folder.mkdir(exist_ok=True)
-        for old in (folder / checkpoint, Path(checkpoint)):
-            old.unlink(missing_ok=True)
-    dist.barrier()
+def _saved(names: Names, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """What the learner's `save` was given after some epochs."""
+    FOLDER.mkdir(exist_ok=True)
     model, optimizer = _stepped(names, device, seed=1)
-    written = []
-    plain_save = torch.save
+    names["save"](FOLDER, EPOCHS_DONE, model, optimizer)
+    return model, optimizer
 
-    def save(content: Any, file: Any, *args: Any, **options: Any) -> None:
-        written.append(Path(getattr(file, "name", file)).name)
-        plain_save(content, file, *args, **options)
 
-    with mock.patch.object(torch, "save", save):
-        names["save"](folder, 3, model, optimizer)
-    dist.barrier()
+def _save(names: Names, device: torch.device) -> str:
+    _saved(names, device)
+    checkpoint = names["CHECKPOINT"]
+    written = _noted(SAVED)
+    if dist.get_rank() != 0:
+        return "more than one rank writes: let rank 0 alone do it" if written else ""
     if Path(checkpoint).exists():
-        yield f"{checkpoint} is in the folder where the script runs, not in the one it is given"
-    if not (folder / checkpoint).exists():
-        yield f"there is no file {checkpoint} in the folder that it is given"
+        return f"{checkpoint} is in the folder where the script runs, not in the one it is given"
+    if not (FOLDER / checkpoint).exists():
+        return f"there is no file {checkpoint} in the folder that it is given"
     if checkpoint in written:
-        yield (
+        return (
             "a run that is killed while it saves leaves half a checkpoint: write to another name, "
             "then os.replace"
         )
-    if dist.get_rank() != 0 and written:
-        yield "more than one rank writes: let rank 0 alone do it"
-    if loads:
-        yield from _loaded(names, device, folder, model, optimizer)
+    return ""
 
 
-def _loaded(
-    names: Names,
-    device: torch.device,
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> Iterator[str]:
+def _load(names: Names, device: torch.device) -> str:
+    model, optimizer = _saved(names, device)
+    dist.barrier()
     other, other_optimizer = _stepped(names, device, seed=2)
-    asked: list[dict[str, Any]] = []
-    plain_load = torch.load
-    signature = inspect.signature(plain_load)
-
-    def load(*args: Any, **options: Any) -> Any:
-        asked.append(dict(signature.bind(*args, **options).arguments))
-        return plain_load(*args, **options)
-
-    with mock.patch.object(torch, "load", load):
-        epochs = names["load"](folder, other, other_optimizer, device)
-    if epochs != 3:
-        yield f"it returns {epochs} after 3 epochs: all ranks read the file, and the number in it"
-    for options in asked:
+    epochs = names["load"](FOLDER, other, other_optimizer, device)
+    if epochs != EPOCHS_DONE:
+        return (
+            f"it returns {epochs} after {EPOCHS_DONE} epochs: all ranks read the file, and the "
+            "number in it"
+        )
+    for options in _noted(LOADED):
         if options.get("weights_only") is False:
-            yield "weights_only=False runs whatever code somebody has put into the file"
+            return "weights_only=False runs whatever code somebody has put into the file"
         if options.get("map_location") is None:
-            yield (
+            return (
                 "without map_location each rank reads to the GPU that has written the file: "
                 "map_location=device"
             )
     mine = nn.utils.parameters_to_vector(model.parameters())
     if not torch.equal(nn.utils.parameters_to_vector(other.parameters()), mine):
-        yield "the weights are not those that were saved"
+        return "the weights are not those that were saved"
     saved = optimizer.state_dict()["state"]
     found = other_optimizer.state_dict()["state"]
     if any(not torch.equal(found[at]["exp_avg"], saved[at]["exp_avg"]) for at in saved):
-        yield "the optimizer's state is not the one that was saved"
+        return "the optimizer's state is not the one that was saved"
+    return ""
 
 
 def _stepped(

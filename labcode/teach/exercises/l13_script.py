@@ -87,7 +87,9 @@ def script(main: Callable[..., Any] | str, folder: Path | str = "runs") -> None:
     source = scripts.source_of(main)
     path = Path(folder) / SCRIPT
     scripts.write(path, HEADER, source, FOOTER)
-    rehearsal.tell("on 2 ranks: ", path, rehearsal.rehearse(path, 2, FIRST, torch.float32))
+    text = path.read_text()
+    rehearsed = rehearsal.rehearse(text, str(path.resolve()), 2, FIRST, torch.float32)
+    rehearsal.tell("on 2 ranks: ", path.name, rehearsed)
     shutil.rmtree(path.parent / CHECKPOINT, ignore_errors=True)
     in_float32 = _check_training(path)
     _check_resumed(path)

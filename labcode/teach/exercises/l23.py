@@ -121,9 +121,10 @@ def route(answer: Callable[..., Any]) -> None:
             result = due(answer(*given, top_k))
         found, experts, loss = _three(result, "weights, experts, loss")
         refuse({CHANGED: not torch.equal(given[0], x) or not torch.equal(given[1], weight)}, case)
-        scores = (x @ weight.T).softmax(-1)
+        logits = x @ weight.T
+        scores = logits.softmax(-1)
         _see_experts(case, experts, scores, top_k)
-        _see_weights(case, found, scores, experts)
+        _see_weights(case, found, logits, experts)
         _see_loss(case, loss, scores, experts)
         _see_gradients(case, given, found, experts, loss)
 
@@ -164,12 +165,20 @@ def _see_experts(case: str, experts: Any, wanted: Tensor, top_k: int) -> None:
     refuse(mistakes, case)
 
 
-def _see_weights(case: str, found: Any, scores: Tensor, experts: Tensor) -> None:
+def _see_weights(case: str, found: Any, logits: Tensor, experts: Tensor) -> None:
     """See that weights are the chosen scores, divided by their sum."""
     tensor(found, experts.shape, what=f"{case}the weights are")
-    chosen = scores.gather(-1, experts)
+    chosen = logits.softmax(-1).gather(-1, experts)
     truth = chosen / chosen.sum(-1, keepdim=True)
+    sigmoids = logits.sigmoid().gather(-1, experts)
+    of_one_logit = (
+        "the scores are sigmoids, each of one logit alone: those of a token are a softmax over all "
+        "experts"
+    )
+    is_sigmoid = distance(found, sigmoids) < ROUNDED
+    is_sigmoid = is_sigmoid or distance(found, sigmoids / sigmoids.sum(-1, keepdim=True)) < ROUNDED
     mistakes = {
+        of_one_logit: is_sigmoid,
         "the weights of a token do not add up to 1: what is missing after the choice?": chosen,
         "these are a softmax of scores that are a softmax already": chosen.softmax(-1),
         "these are the logits: which function makes weights of them?": chosen.log(),

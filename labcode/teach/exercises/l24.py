@@ -5,6 +5,7 @@ Answers run on simulated ranks: on four, on six, and on three of four.
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -137,7 +138,11 @@ def _splits_that_fit(block: str, about: str) -> Iterator[None]:
             yield
     except (RuntimeError, ValueError, IndexError) as error:
         text = str(error)
+        rows = re.search(r"shape '\[(\d+), -1\]' is invalid for input of size (\d+)", text)
+        number, parts = (rows[2], rows[1]) if rows else ("", "")
         mistakes = {
+            f"{block}: {number} numbers do not make {parts} rows of the same length: if they are "
+            "counts, has an expert without rows one too, of 0?": rows,
             f"{block}: the splits do not add up to the rows of the tensor that they cut: {about}": (
                 "split_with_sizes" in text or "plit sizes" in text
             ),
@@ -263,7 +268,7 @@ CASES = (
     _Case(
         1,
         1,
-        (0.0, 0.0),
+        (0.0, -2.0),  # some ranks have no row for the last expert
         "one expert on each rank, k = 1: ",
         "is what comes back in the order in which it left, and does each row find its token and, "
         "behind its expert, its weight?",

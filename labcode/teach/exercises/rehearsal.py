@@ -1,7 +1,7 @@
 """A script that is meant for torchrun, played on simulated ranks before real ones are started.
 
-    outcome = rehearse(path, nproc=2)
-    tell("on 2 ranks: ", path, outcome)    # who waits for whom, and in which line of the file
+    outcome = rehearse(path.read_text(), str(path), nproc=2)
+    tell("on 2 ranks: ", path.name, outcome)    # who waits for whom, and in which line of the file
 
 On real ranks a collective that only one of them calls ends after a minute, with the word of gloo or
 of the kernel that killed the process. Here it is known at once. What else goes wrong in the script
@@ -25,38 +25,52 @@ from labcode.teach.exercises.expect import settle
 from labcode.teach.exercises.simulated import Endless, Mismatch, Outcome, here, join, simulate
 
 JOINED = "joined"  # a note of the rank that calls init_process_group
+Names = dict[str, Any]  # what a script defines
 
 
-def rehearse(path: Path, nproc: int, *args: Any, **names: Any) -> Outcome:
-    """Call `main(folder, *args)` of a file on simulated ranks, in a folder of their own.
+def call_main(script: Names, *args: Any) -> Any:
+    """What is called of a script: `main(folder, *args)`."""
+    return script["main"](Path("."), *args)
+
+
+def rehearse(
+    source: str,
+    file: str,
+    nproc: int,
+    *args: Any,
+    call: Callable[..., Any] = call_main,
+    **names: Any,
+) -> Outcome:
+    """Execute a script on simulated ranks, in a folder of their own, and call what it defines.
 
     Args:
-        path: The file.
+        source: Its text.
+        file: The name under which tracebacks know its lines.
         nproc: How many ranks.
-        args: What `main` takes after the folder.
-        names: What the file finds under these names in place of what it imports.
+        args: What `call` is given besides.
+        call: Called with all names that the script defines, on each rank; what it returns is the
+            result of that rank.
+        names: What the script finds under these names in place of what it imports.
 
     Held by: tests/unit/test_rehearsal.py
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        source = path.read_text()
-        file = str(path.resolve())
         stack.enter_context(contextlib.chdir(folder))
         # simulated ranks are on the CPU
         stack.enter_context(mock.patch.object(torch.cuda, "is_available", _no))
         stack.enter_context(_joined_by_the_script())
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        return simulate(nproc, _play, source, file, args, names, joined=False)
+        return simulate(nproc, _play, source, file, call, args, names, joined=False)
 
 
-def tell(case: str, path: Path, outcome: Outcome) -> None:
+def tell(case: str, whose: str, outcome: Outcome) -> None:
     """Who waits for whom, and that nobody has joined.
 
     Args:
         case: What a hint begins with.
-        path: The file.
+        whose: The lines that are named: "train_04.py", or "your cell".
         outcome: Of its rehearsal.
 
     Raises:
@@ -71,19 +85,21 @@ def tell(case: str, path: Path, outcome: Outcome) -> None:
             "trains for itself, as if it were alone"
         )
     try:
-        settle(outcome, f"{case}(lines are those of {path.name}) ")
+        settle(outcome, f"{case}(lines are those of {whose}) ")
     except Hint as hint:
         text = f"{hint}. Is one of these calls inside an `if rank == 0`?"
         raise Hint(text if outcome.stuck or isinstance(first, Mismatch) else str(hint)) from None
 
 
-def _play(rank: int, source: str, file: str, args: tuple, names: dict[str, Any]) -> None:
+def _play(
+    rank: int, source: str, file: str, call: Callable[..., Any], args: tuple, names: Names
+) -> Any:
     """What torchrun starts on a rank; `run_file` seeds the ranks in the same way."""
     torch.manual_seed(rank)
-    script: dict[str, Any] = {"__name__": "rehearsal", "__file__": file}
+    script: Names = {"__name__": "rehearsal", "__file__": file}
     exec(compile(source, file, "exec"), script)
     script.update(names)
-    script["main"](Path("."), *args)
+    return call(script, *args)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from labcode import launch
+from labcode.teach import tracebacks
 from labcode.teach.check import Hint
 from labcode.teach.labs.run_file import COUNTED
 
@@ -97,12 +98,16 @@ def run(
             timeout_s=TIMEOUT_S,
         )
     except launch.LaunchError as error:
-        raise _explained(case, str(error), meanings or {}) from None
+        raise _explained(case, error, path.name, meanings or {}) from None
     return done.output
 
 
-def _explained(case: str, text: str, meanings: Mapping[str, str]) -> Exception:
-    """The error of a launch, in words of the lesson."""
+def _explained(
+    case: str, error: launch.LaunchError, file: str, meanings: Mapping[str, str]
+) -> Exception:
+    """The error of a launch, in words of the lesson, with the line of the file."""
+    text = str(error)
+    place = tracebacks.place_in_file(error, file)
     if "NotImplementedError: exercise" in text:
         return NotImplementedError("exercise: your code here")
     if LEFT_OPEN in text:
@@ -111,13 +116,13 @@ def _explained(case: str, text: str, meanings: Mapping[str, str]) -> Exception:
         )
     for sign, meaning in meanings.items():
         if sign in text:
-            return Hint(f"{case}{meaning} (the error: {text})")
+            return Hint(f"{case}{meaning} (the error: {text}){place}")
     if any(sign in text for sign in OUT_OF_STEP):
         return Hint(
-            case + "the ranks wait for each other: is there a collective that not all of "
-            f"them call? (the error: {text})"
+            f"{case}the ranks wait for each other{place}: is there a collective that not all of "
+            "them call?"
         )
-    return Hint(case + text)
+    return Hint(f"{case}{text}{place}")
 
 
 def missing_names(source: str, header: str) -> list[str]:

@@ -51,7 +51,18 @@ from labcode.teach.exercises.simulated.events import (
     Stuck,
 )
 
-__all__ = ["Endless", "Event", "Mismatch", "Outcome", "Place", "Stuck", "here", "join", "simulate"]
+__all__ = [
+    "Endless",
+    "Event",
+    "Mismatch",
+    "Outcome",
+    "Place",
+    "Stuck",
+    "current",
+    "here",
+    "join",
+    "simulate",
+]
 
 NOBODY: Mapping[Callable[..., Any], str] = MappingProxyType({})
 INTERRUPTED_S = 1.0  # how long a rank that sleeps in C is waited for after Ctrl-C

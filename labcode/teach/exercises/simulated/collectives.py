@@ -197,7 +197,10 @@ def check_dense(tensors: Any) -> None:
             continue
         last = sum((size - 1) * step for size, step in zip(one.shape, one.stride()))
         if last + 1 != one.numel():
-            raise ValueError("a tensor has gaps in its memory: pass x.contiguous()")
+            raise ValueError(
+                "a tensor has gaps in its memory, NCCL refuses it and gloo may send what lies in "
+                "the gaps: pass x.contiguous()"
+            )
         needs = (one.storage_offset() + one.numel()) * one.element_size()
         if one.untyped_storage().nbytes() < needs:
             raise ValueError("a tensor has no memory: its storage is too small for it")
