@@ -15,11 +15,12 @@ else. The usual way is simpler and dearer: collect each weight whole on the lear
 it; then every rank of a generator of tp = t receives t times its part (`gather_and_broadcast`).
 
 What others do: OpenRLHF gathers a weight on the learner's first rank, which broadcasts it to all
-ranks of all engines (`openrlhf/trainer/ray/ppo_actor.py`, commit 012aae8); slime gathers over tp
-and broadcasts buckets (`slime/backends/megatron_utils/update_weight_utils.py`). NeMo-RL gathers
-and broadcasts by default and has a way from shard to shard, `refit_transport: nccl_reshard`,
-"for large models (>100s B models)" (docs.nvidia.com/nemo/rl, Weight Refit). torchforge puts shards
-into TorchStore, from which each rank of the generator takes what it needs.
+ranks of all engines (`openrlhf/trainer/ray/ppo_actor.py`, commit 012aae8). slime gathers over tp
+and broadcasts in buckets of `update_weight_buffer_size`; a `weight_version` goes with them
+(`slime/backends/megatron_utils/update_weight_utils.py`). NeMo-RL broadcasts whole weights unless
+`refit_transport: nccl_reshard` sends from shard to shard, which "provides the best performance for
+large models" (docs.nvidia.com/nemo/rl, Weight Refit). torchforge's trainer puts its state dict into
+TorchStore, from which the generator fetches it.
 
 Held by: tests/unit/test_reshard.py, tests/ranks/test_fleets.py
 """
@@ -268,6 +269,34 @@ def _one_version(of_sources: Mapping[int, int], own: int) -> int:
             "exchange after the same step"
         )
     return found.pop()
+
+
+class StaleError(ValueError):
+    """Weights or samples are older than the learner allows."""
+
+
+def check_lag(version: int, newest: int, max_lag: int) -> int:
+    """How many updates of the weights a version lies behind the newest one.
+
+    Args:
+        version: Of the weights that the generator has, or that a sample was drawn with.
+        newest: Of the weights that the learner has.
+        max_lag: How many it may lie behind; 0: every sample is from the newest weights.
+
+    Raises:
+        StaleError: It lies further behind, or is newer than the newest.
+
+    Source: the same bound is `max_staleness` in TorchRL's StalenessAwareSampler; NeMo-RL keeps a
+        `target_weight_versions` of its samples (docs.nvidia.com/nemo/rl, weight_sync.interfaces).
+    Held by: tests/unit/test_reshard.py::test_weights_may_lie_so_far_behind
+    """
+    lag = newest - version
+    if not 0 <= lag <= max_lag:
+        raise StaleError(
+            f"version {version} of the weights is {lag} updates behind the learner's {newest}, and "
+            f"max_lag is {max_lag}: exchange weights before you generate, or raise max_lag"
+        )
+    return lag
 
 
 # ---- the usual way, to compare with

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labcode.parallel.boxes import Box, boxes_of
-from labcode.parallel.reshard import Layout, Move, plan, recv_bytes, send_bytes
+from labcode.parallel.reshard import (
+    Layout,
+    Move,
+    StaleError,
+    check_lag,
+    plan,
+    recv_bytes,
+    send_bytes,
+)
 from labcode.parallel.sharding import ParamSharding, Shard
 from labcode.topology import GridShape
 
@@ -147,3 +155,33 @@ def test_a_plan_that_cannot_be_is_refused() -> None:
         plan({0: {"w": [half]}}, {1: {"w": [box]}})
     with pytest.raises(ValueError, match=r"rank 1 needs 4 numbers of w .* have 0 of them"):
         plan({0: {}}, {1: {"w": [box]}})
+
+
+# ---- ways to get it wrong, which a check has to find
+
+
+def shards_taken_for_wholes(layout: Layout) -> Layout:
+    """Where a block lies in a rank's part is taken for where it lies in the whole weight."""
+    found = {}
+    for rank, boxes in layout.items():
+        found[rank] = {}
+        for name, own in boxes.items():
+            found[rank][name] = [box._replace(offsets=box.own_offsets) for box in own]
+    return found
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_a_shard_that_is_sent_as_a_whole_is_found(fsdp: bool) -> None:
+    source = Fleet(GridShape(tp=2, dp=2), fsdp)
+    target = Fleet(GridShape(tp=2), first=4)
+    with pytest.raises(ValueError, match="give both fleets the same model"):
+        plan(shards_taken_for_wholes(source.layout()), target.layout())
+
+
+def test_weights_may_lie_so_far_behind() -> None:
+    assert check_lag(5, 5, max_lag=0) == 0
+    assert check_lag(4, 5, max_lag=1) == 1
+    with pytest.raises(StaleError, match="version 4 of the weights is 1 updates behind"):
+        check_lag(4, 5, max_lag=0)
+    with pytest.raises(StaleError, match="version 6 of the weights is -1 updates behind"):
+        check_lag(6, 5, max_lag=2)
