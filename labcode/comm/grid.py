@@ -3,9 +3,11 @@
 `GridShape` says which ranks belong together, `Grid` connects them.
 """
 
+import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,35 @@ BACKGROUND = "grid: all ranks, for a thread beside training"
 PURPOSES = (AXIS, PIPELINE, ENDS, PART, ACROSS, BACKGROUND)
 
 
+class Fleet(NamedTuple):
+    """Which ranks of the job a grid connects: consecutive ones, by default all.
+
+    Args:
+        first: The first of them, a global rank.
+        among: The shapes of all fleets, as text: the groups of a fleet are found again only among
+            the same fleets, so that all ranks of the job decide alike; "" for the whole job.
+        is_made: Whether the groups of all these fleets were made by an earlier call.
+    """
+
+    first: int = 0
+    among: str = ""
+    is_made: bool = False
+
+    def groups(self, shape: GridShape, *axes: str) -> list[list[int]]:
+        """All groups of the fleet along some axes, as global ranks."""
+        found = []
+        for group in shape.groups(*axes):
+            found.append([self.first + rank for rank in group])
+        return found
+
+    def purpose(self, purpose: str) -> str:
+        """What a group of this fleet is for."""
+        return f"{purpose}{self.among}"
+
+
+WHOLE_JOB = Fleet()
+
+
 class Grid:
     """This rank's process group along every combination of axes.
 
@@ -34,7 +65,9 @@ class Grid:
 
     Attributes:
         shape: The `GridShape` behind it.
-        rank: This process's global rank.
+        rank: This process's rank in the grid: its global rank, or in a fleet the one less the
+            first of the fleet.
+        fleet: Which ranks of the job it connects.
         mesh: A `DeviceMesh` over the same groups, slowest axis first, for PyTorch's own
             parallelisms.
     """
@@ -46,8 +79,10 @@ class Grid:
         groups: dict[frozenset[str], dist.ProcessGroup],
         ends: dist.ProcessGroup | None,
         mesh: DeviceMesh,
+        fleet: Fleet = WHOLE_JOB,
     ) -> None:
         self.shape = shape
+        self.fleet = fleet
         self.rank = rank
         self.mesh = mesh
         self._groups = groups
@@ -74,8 +109,56 @@ class Grid:
             ::test_groups_are_made_once_and_threads_do_not_pile_up
         """
         shape.check(dist.get_world_size())
-        rank = dist.get_rank()
-        pipeline, ends = _pipeline_groups(shape, rank)
+        grid = cls._connect(shape, WHOLE_JOB)
+        assert grid is not None, "every rank is in the grid of the whole job"
+        return grid
+
+    @classmethod
+    def fleets(cls, *shapes: GridShape) -> tuple[int, "Grid"]:
+        """Cut the job into fleets, each with a grid of its own; every rank of the job calls it.
+
+        The first fleet has the first ranks. `Grid.fleets(GridShape(tp=2, dp=2), GridShape(tp=2))`
+        connects ranks 0 to 3, which learn, and 4 and 5, which generate. Between fleets the group of
+        all ranks connects them.
+
+        Communicates: each new group meets once through the store; no tensor is sent.
+
+        Returns:
+            (number of this rank's fleet, its grid)
+
+        Raises:
+            ValueError: The fleets together have another number of ranks than the job.
+
+        Held by: tests/ranks/test_fleets.py::test_every_group_of_a_fleet_has_its_ranks
+        """
+        sizes = [shape.world_size for shape in shapes]
+        if sum(sizes) != dist.get_world_size():
+            raise ValueError(
+                f"fleets of {' + '.join(map(str, sizes))} = {sum(sizes)} ranks but WORLD_SIZE is "
+                f"{dist.get_world_size()}: change a fleet or launch {sum(sizes)} ranks"
+            )
+        among = f", in fleets of {' and '.join(map(str, shapes))}"
+        firsts = [0, *itertools.accumulate(sizes)]
+        # A rank knows its own groups alone. All groups of all fleets were made together, so that
+        # the group of its whole fleet tells whether the others have theirs.
+        own_number = bisect.bisect_right(firsts, dist.get_rank()) - 1
+        own_ranks = list(range(firsts[own_number], firsts[own_number + 1]))
+        is_made = False
+        for purpose in (AXIS, PIPELINE):
+            is_made = is_made or _find(own_ranks, purpose + among) is not None
+        own = None
+        for number, shape in enumerate(shapes):
+            grid = cls._connect(shape, Fleet(firsts[number], among, is_made))
+            if number == own_number:
+                own = grid
+        assert own is not None, "every rank is in a fleet"
+        return own_number, own
+
+    @classmethod
+    def _connect(cls, shape: GridShape, fleet: Fleet) -> "Grid | None":
+        """Make the groups of a grid; None on a rank of another fleet, which helps to make them."""
+        rank = dist.get_rank() - fleet.first
+        pipeline, ends = _pipeline_groups(shape, fleet)
         # {axes of more than one rank: this rank's group along them}
         made = {frozenset(["pp"]): pipeline} if shape.pp > 1 else {}
         groups = {}
@@ -84,9 +167,11 @@ class Grid:
         for axes in _combinations():
             larger = _axes_larger_than_one(shape, axes)
             if larger not in made:
-                made[larger] = _own_group(shape.groups(*larger), rank)
+                made[larger] = _own_group(fleet.groups(shape, *larger), fleet)
             groups[frozenset(axes)] = made[larger]
-        return cls(shape, rank, groups, ends, _mesh(shape, groups))
+        if not 0 <= rank < shape.world_size:
+            return None
+        return cls(shape, rank, groups, ends, _mesh(shape, groups, fleet), fleet)
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """The group of the ranks that differ from this one along `axes` only.
@@ -117,7 +202,7 @@ class Grid:
             (the group of this rank's part, the group of the ranks at its place in each part)
 
         Raises:
-            ValueError: The axis cannot be cut into so many equal parts.
+            ValueError: The axis cannot be cut into so many equal parts, or the grid is a fleet.
 
         Held by: tests/ranks/test_grid.py::test_an_axis_is_split_into_parts_of_neighbours
         """
@@ -130,6 +215,7 @@ class Grid:
             return self.group(axis), self.group()
         if num_parts == size:
             return self.group(), self.group(axis)
+        self._require_whole_job("split an axis into parts of several ranks")
         # Each rank works out the groups of all ranks, because all ranks take part in making each of
         # them (`_make`), in this one order.
         each = size // num_parts
@@ -154,7 +240,11 @@ class Grid:
 
         Two threads that use one group would take each other's messages. Every rank of the job asks
         for it at the same time; it is made once.
+
+        Raises:
+            ValueError: The grid is a fleet.
         """
+        self._require_whole_job("have a group for a thread beside training")
         ranks = list(range(self.shape.world_size))
         found = _find(ranks, BACKGROUND)
         if found is not None:
@@ -162,6 +252,11 @@ class Grid:
         made = dist.new_group(ranks, timeout=_timeout(), backend="gloo", group_desc=BACKGROUND)
         assert isinstance(made, dist.ProcessGroup)
         return made
+
+    def _require_whole_job(self, what: str) -> None:
+        # all ranks of the job take part in making a group, and those of other fleets are not here
+        if self.fleet != WHOLE_JOB:
+            raise ValueError(f"a fleet cannot {what}: only a grid of the whole job can")
 
     def size(self, *axes: str) -> int:
         """Number of ranks in `group(*axes)`."""
@@ -195,7 +290,7 @@ def group_of(ranks: Sequence[int], *, members_only: bool = False) -> dist.Proces
 
 def made_by_grid(group: dist.ProcessGroup) -> bool:
     """Whether `Grid.create` made a group: it then stays until the job ends, for the next grids."""
-    return group.group_desc in PURPOSES
+    return group.group_desc.startswith(PURPOSES)
 
 
 def _combinations() -> Iterator[tuple[str, ...]]:
@@ -216,19 +311,28 @@ def _axes_larger_than_one(shape: GridShape, axes: Iterable[str]) -> frozenset[st
     return frozenset(larger)
 
 
-def _own_group(all_groups: list[list[int]], rank: int) -> dist.ProcessGroup:
+def _own_group(all_groups: list[list[int]], fleet: Fleet) -> dist.ProcessGroup | None:
     """This rank's group among some groups along the same axes; made unless an earlier grid has."""
     world = _world()
-    if len(all_groups) == 1:
+    if all_groups == [list(range(world.size()))]:
         return world
-    own = _containing(all_groups, rank)
-    assert own is not None, f"rank {rank} is in none of {all_groups}"
     # All ranks decide alike: one group along axes of a grid determines all others of the same axes,
     # so where one of them was made before, all were.
-    found = _find(own, AXIS)
-    if found is not None:
-        return found
-    return _require_member(_make(all_groups, own, AXIS))
+    return _found_or_made(all_groups, AXIS, fleet)
+
+
+def _found_or_made(
+    all_groups: list[list[int]], purpose: str, fleet: Fleet
+) -> dist.ProcessGroup | None:
+    """This rank's group among groups of a fleet; None on a rank that is in none of them."""
+    own = _containing(all_groups, dist.get_rank())
+    if own is not None:
+        found = _find(own, fleet.purpose(purpose))
+        if found is not None:
+            return found
+    elif fleet.is_made:
+        return None
+    return _make(all_groups, own, fleet.purpose(purpose))
 
 
 def _part_group(all_groups: list[list[int]], rank: int, purpose: str) -> dist.ProcessGroup:
@@ -239,24 +343,24 @@ def _part_group(all_groups: list[list[int]], rank: int, purpose: str) -> dist.Pr
 
 
 def _pipeline_groups(
-    shape: GridShape, rank: int
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    shape: GridShape, fleet: Fleet
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """The group of this rank's pipeline, and that of its two ends: None for a rank between them."""
-    pipelines = shape.groups("pp")
+    pipelines = fleet.groups(shape, "pp")
     if shape.pp <= 2:
         # Every rank is an end, so the group of the pipeline is that of its ends.
-        group = _own_group(pipelines, rank)
+        group = _own_group(pipelines, fleet)
         return group, group
-    own = _containing(pipelines, rank)
-    assert own is not None, f"rank {rank} is in none of {pipelines}"
     # The ends share tied weights: the first stage has the embedding, the last one the head.
     ends_of_all = [[pipeline[0], pipeline[-1]] for pipeline in pipelines]
-    own_ends = _containing(ends_of_all, rank)
-    found = _find(own, PIPELINE)
-    if found is not None:
-        return found, _find(own_ends, ENDS) if own_ends else None
-    pipeline = _require_member(_make(pipelines, own, PIPELINE))
-    return pipeline, _make(ends_of_all, own_ends, ENDS)
+    own = _containing(pipelines, dist.get_rank())
+    found = None if own is None else _find(own, fleet.purpose(PIPELINE))
+    if found is not None or (own is None and fleet.is_made):
+        own_ends = _containing(ends_of_all, dist.get_rank())
+        return found, _find(own_ends, fleet.purpose(ENDS)) if own_ends else None
+    pipeline = _found_or_made(pipelines, PIPELINE, fleet)
+    ends = _make(ends_of_all, _containing(ends_of_all, dist.get_rank()), fleet.purpose(ENDS))
+    return pipeline, ends
 
 
 def _containing(all_ranks: list[list[int]], rank: int) -> list[int] | None:
@@ -289,6 +393,8 @@ def _make(
 ) -> dist.ProcessGroup | None:
     """Make each of some groups that do not overlap; returns this rank's own, None without one."""
     timeout = _timeout()
+    if len(all_groups[0]) == 1 and own is None:
+        return None
     if len(all_groups[0]) == 1:
         # Nobody to meet: a job of 1000 ranks need not wait 1000 times for all of them.
         alone = dist.new_group(
@@ -325,10 +431,13 @@ def _timeout() -> timedelta:
     return backend.options._timeout
 
 
-def _mesh(shape: GridShape, groups: dict[frozenset[str], dist.ProcessGroup]) -> DeviceMesh:
+def _mesh(
+    shape: GridShape, groups: Mapping[frozenset[str], dist.ProcessGroup], fleet: Fleet
+) -> DeviceMesh:
     slow_first = shape.axes[::-1]
     sizes = [shape.size(axis) for axis in slow_first]
     ranks = torch.arange(shape.world_size).view(sizes)  # [pp, dp, cp, tp] in the default order
+    ranks += fleet.first
     # from_group takes the groups that exist. `init_device_mesh` would make its own: the same ranks
     # connected a second time, and PyTorch's parallelisms would not share a group with ours.
     own = [groups[frozenset([axis])] for axis in slow_first]

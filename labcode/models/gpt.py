@@ -170,9 +170,9 @@ def generate(
 ) -> torch.Tensor:
     """Extend each sequence by `num_tokens` tokens, each drawn from `softmax(logits / temperature)`.
 
-    The whole context is computed again for each token: this is simple, and S times the work of a
-    version that keeps keys and values. Tokens further back than `context_length` are forgotten.
-    Draws on the CPU, so that one seed gives the same text on any device.
+    The whole context is computed again for each token: this is simple, and S times the work of
+    `models.generate`, which keeps keys and values. Tokens further back than `context_length` are
+    forgotten. Draws on the CPU, so that one seed gives the same text on any device.
 
     Args:
         model: A GPT, or what wraps one and has its `config`.

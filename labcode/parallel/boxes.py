@@ -36,6 +36,20 @@ class Place(Protocol):
         ...
 
 
+class Block(Protocol):
+    """A block of a whole weight, wherever its numbers lie."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where it begins in the whole weight."""
+        ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+
 class Run(NamedTuple):
     """Consecutive indices along one dim.
 
@@ -69,12 +83,34 @@ class Box(NamedTuple):
             own = own.narrow(dim, first, length)
         return own
 
+    def common(self, other: Block) -> "Box | None":
+        """What this box and another one of the same weight have in common; None: nothing.
+
+        It is a box of the same part as this one, so that `view` finds it there.
+        """
+        firsts = []
+        own_firsts = []
+        lengths = []
+        for dim, first in enumerate(self.offsets):
+            begin = max(first, other.offsets[dim])
+            end = min(first + self.sizes[dim], other.offsets[dim] + other.sizes[dim])
+            if end <= begin:
+                return None
+            firsts.append(begin)
+            own_firsts.append(self.own_offsets[dim] + begin - first)
+            lengths.append(end - begin)
+        return Box(tuple(firsts), tuple(own_firsts), tuple(lengths))
+
 
 def boxes_of(sharding: ParamSharding, place: Place) -> list[Box]:
-    """The blocks of the whole weight that make this rank's part; none if the part is empty."""
+    """The blocks of the whole weight that make this rank's part; none if the part is empty.
+
+    Boxes of two ranks are either the same or have nothing in common.
+    """
     runs_of_dims = []
     for dim in range(len(sharding.shape)):
-        runs_of_dims.append(_runs(_indices(sharding, dim, place)))
+        starts = _starts_of_copied_sections(sharding, dim)
+        runs_of_dims.append(_runs(_indices(sharding, dim, place), starts))
     boxes = []
     for runs in itertools.product(*runs_of_dims):
         offsets = tuple(run.first for run in runs)
@@ -95,15 +131,34 @@ def _indices(sharding: ParamSharding, dim: int, place: Place) -> torch.Tensor:
     return indices
 
 
-def _runs(indices: torch.Tensor) -> list[Run]:
-    """Indices that follow each other, joined to runs: 1 2 3 7 8 -> (1, length 3), (7, length 2)."""
+def _starts_of_copied_sections(sharding: ParamSharding, dim: int) -> list[int]:
+    """Where sections begin of which several ranks hold a copy; a box ends there.
+
+    Of the sections q | k | v with one key/value head, the second of two ranks has the last rows of
+    q and all of k and v. As one box it would overlap the box k | v of the first rank.
+    """
+    starts = []
+    for shard in sharding.shards.values():
+        if shard.dim == dim and shard.sections and shard.copies:
+            starts += itertools.accumulate(shard.sections)
+    return starts
+
+
+def _runs(indices: torch.Tensor, starts: list[int]) -> list[Run]:
+    """Indices that follow each other, joined to runs: 1 2 3 7 8 -> (1, length 3), (7, length 2).
+
+    Args:
+        indices: In ascending order.
+        starts: Indices at which a new run begins in any case.
+    """
     if len(indices) == 0:
         return []
-    breaks = (indices.diff() != 1).nonzero().flatten() + 1
-    starts = [0, *breaks.tolist()]
+    is_break = (indices.diff() != 1) | torch.isin(indices[1:], torch.tensor(starts))
+    breaks = is_break.nonzero().flatten() + 1
+    begins = [0, *breaks.tolist()]
     ends = [*breaks.tolist(), len(indices)]
-    firsts = indices[starts].tolist()
+    firsts = indices[begins].tolist()
     runs = []
-    for first, start, end in zip(firsts, starts, ends):
+    for first, start, end in zip(firsts, begins, ends):
         runs.append(Run(first, start, end - start))
     return runs

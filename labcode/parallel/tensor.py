@@ -227,6 +227,28 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return grad_logits.to(ctx.dtype), None, None, None
 
 
+@torch.no_grad()
+def whole_logits(logits: torch.Tensor, group: dist.ProcessGroup, vocab_size: int) -> torch.Tensor:
+    """Whole logits on every rank, to draw the next token from; without gradients.
+
+    Communicates: an all-reduce of the whole logits, in which each rank adds its columns to zeros:
+        the parts may differ in size, which an all-gather does not allow.
+
+    Args:
+        logits: [.., V/tp], this rank's columns.
+        group: The ranks that share the vocabulary.
+        vocab_size: V
+
+    Returns:
+        [.., V], bit for bit the same on every rank.
+    """
+    whole = logits.new_zeros(*logits.shape[:-1], vocab_size)
+    first = first_row(vocab_size, group)
+    whole[..., first : first + logits.shape[-1]] = logits
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
 def copied_linear(
     x: torch.Tensor,
     weight: nn.Parameter,

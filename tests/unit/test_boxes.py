@@ -1,6 +1,7 @@
 """Where parts of weights lie within the whole: together the boxes of all ranks are the weight."""
 
 import itertools
+import math
 from typing import NamedTuple
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labcode.parallel.boxes import boxes_of
+from labcode.parallel.boxes import Box, boxes_of
 from labcode.parallel.sharding import ParamSharding, Shard
 
 
@@ -64,6 +65,7 @@ def test_the_boxes_of_all_ranks_are_the_weight(shards: dict[str, Shard], tp: int
     whole = torch.arange(8 * 6).view(8, 6)
     sharding = ParamSharding(tuple(whole.shape), shards)
     found = torch.full_like(whole, -1)
+    blocks = set()
     for place in places(tp, dp):
         own = sharding.own(whole, place)
         total = 0
@@ -74,8 +76,18 @@ def test_the_boxes_of_all_ranks_are_the_weight(shards: dict[str, Shard], tp: int
                 target = target.narrow(dim, first, length)
             target.copy_(block)
             total += block.numel()
+            blocks.add((box.offsets, box.sizes))
         assert total == own.numel()
     assert torch.equal(found, whole)
+    # Boxes of two ranks are the same or have nothing in common: a checkpoint writes each once.
+    assert sum(math.prod(sizes) for _, sizes in blocks) == whole.numel()
+
+
+def test_what_two_boxes_have_in_common() -> None:
+    mine = Box((2, 0), (0, 4), (3, 6))
+    assert mine.common(Box((4, 1), (0, 0), (9, 2))) == Box((4, 1), (2, 5), (1, 2))
+    assert mine.common(Box((5, 0), (0, 0), (9, 9))) is None
+    assert Box((), (), ()).common(Box((), (), ())) == Box((), (), ())
 
 
 @given(st.integers(0, 9), st.integers(1, 5))

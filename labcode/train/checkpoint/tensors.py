@@ -249,29 +249,21 @@ def _copy_common(
     folder: Path, stored: StoredBox, dtype: torch.dtype, box: Box, own: torch.Tensor
 ) -> int:
     """Copy what two boxes of a tensor have in common; returns how many values that is."""
-    firsts = []
-    counts = []
-    for offset, size, other, other_size in zip(
-        box.offsets, box.sizes, stored.offsets, stored.sizes
-    ):
-        first = max(offset, other)
-        firsts.append(first)
-        counts.append(min(offset + size, other + other_size) - first)
+    common = box.common(stored)
     # most pairs of boxes end here, before a file is opened
-    if any(count <= 0 for count in counts):
+    if common is None:
         return 0
-    target = box.view(own)
-    for dim, (first, count) in enumerate(zip(firsts, counts)):
-        target = target.narrow(dim, first - box.offsets[dim], count)
+    target = common.view(own)
     # a tensor without dims: one number, which is read as a row of one
-    if not counts:
+    if not common.sizes:
         target.copy_(_read_rows(folder, stored._replace(sizes=(1,)), dtype, 0, 1)[0])
         return 1
-    source = _read_rows(folder, stored, dtype, firsts[0] - stored.offsets[0], counts[0])
-    for dim, (first, count) in list(enumerate(zip(firsts, counts)))[1:]:
-        source = source.narrow(dim, first - stored.offsets[dim], count)
+    firsts = [first - start for first, start in zip(common.offsets, stored.offsets)]
+    source = _read_rows(folder, stored, dtype, firsts[0], common.sizes[0])
+    for dim in range(1, len(firsts)):
+        source = source.narrow(dim, firsts[dim], common.sizes[dim])
     target.copy_(source)
-    return math.prod(counts)
+    return math.prod(common.sizes)
 
 
 def _read_rows(
