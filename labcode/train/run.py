@@ -209,7 +209,8 @@ def _check_start(
     config: Config, model: GPTConfig | ViTConfig, tokenizer: AnyTokenizer | None = None
 ) -> None:
     """What the weights to start from say of themselves; one that resumes may not need them."""
-    if config.train.start_from and not config.checkpoint.resume:
+    resumes_whole = config.checkpoint.resume and not config.lora.rank
+    if config.train.start_from and not resumes_whole:
         open_start(config, model, tokenizer)
 
 

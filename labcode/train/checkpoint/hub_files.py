@@ -33,6 +33,7 @@ from labcode.file_kinds import kind_of
 from labcode.files import sync_folder
 from labcode.models import hub
 from labcode.models.hub import BUFFERS, HEAD, NANOGPT, Described, Piece
+from labcode.models.lora import is_adapter
 from labcode.parallel.boxes import Box, boxes_of
 from labcode.parallel.model import ParallelModel
 from labcode.train.checkpoint.folder import read_about, read_index, verify
@@ -402,10 +403,12 @@ class HubCheckpoint:
         config = model.config
         assert isinstance(config, GPTConfig)
         pieces = self.described.family.pieces(config)
-        for ours in model.weights:
+        # adapters begin as they are drawn
+        weights = {name: weight for name, weight in model.weights.items() if not is_adapter(name)}
+        for ours in weights:
             self._check_shape(ours, pieces[ours], list(model.shardings[ours].shape))
         with torch.no_grad():
-            for ours, param in model.weights.items():
+            for ours, param in weights.items():
                 own = torch.empty(param.shape, dtype=param.dtype)
                 for box in boxes_of(model.shardings[ours], model.grid):
                     self._read_box(pieces[ours], box, box.view(own))
