@@ -23,6 +23,7 @@ from torch import nn
 
 from labcode.config import GPTConfig, LoraConfig, ViTConfig
 from labcode.models.layers import LORA_A, LORA_B, Model, initial_value
+from labcode.precision.nf4 import Nf4Linear
 
 
 class LoraLinear(nn.Linear):
@@ -69,6 +70,28 @@ class LoraLinear(nn.Linear):
         if self.is_merged:
             self.weight -= self.scale * self.lora_b @ self.lora_a
             self.is_merged = False
+
+
+class QLoraLinear(nn.Module):
+    """A layer with an adapter whose frozen weight is kept in 4 bits (QLoRA); on one process.
+
+    Args:
+        layer: A layer with its adapter, which is taken over; the rounding of W is not made good.
+
+    Source: Dettmers et al. 2023 (arXiv:2305.14314), equation 5.
+    Held by: tests/unit/test_nf4.py
+    """
+
+    def __init__(self, layer: LoraLinear) -> None:
+        super().__init__()
+        self.base = Nf4Linear(layer)
+        self.lora_a = layer.lora_a
+        self.lora_b = layer.lora_b
+        self.scale = layer.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[.., in] to [.., out]"""
+        return self.base(x) + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
 def add_adapters(model: Model, lora: LoraConfig, seed: int | None = None) -> Model:
