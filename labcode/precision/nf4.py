@@ -151,8 +151,8 @@ class Nf4Linear(nn.Module):
     def packed(self) -> Nf4:
         """The weight in 4 bits."""
         shape = torch.Size((self.out_features, self.in_features))
-        tensors = [self.codes, self.scales, self.scale_of_scales, self.mean]
-        return Nf4(*tensors, shape)  # pyright: ignore[reportArgumentType]
+        tensors: list[Any] = [self.codes, self.scales, self.scale_of_scales, self.mean, shape]
+        return Nf4(*tensors)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x W^T + bias`, in the dtype of x."""

@@ -13,11 +13,10 @@ from labcode.files import write_atomically
 from labcode.models.lora import is_adapter, merged
 from labcode.train import finite, metrics
 from labcode.train.build import Training
+from labcode.train.checkpoint.hub_files import ADAPTERS
 from labcode.train.metrics import Log
 from labcode.train.observer import Observer
 from labcode.train.tasks import Task
-
-ADAPTERS = "adapters.pt"  # of a run with `lora.rank`, beside weights.pt
 
 
 class Result(Observer):

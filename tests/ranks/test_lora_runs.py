@@ -1,5 +1,8 @@
 """Runs with adapters: what their checkpoints hold, how they resume, and what is left of them."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from test_checkpoint import CONFIG, GRIDS, newest, run, train
@@ -95,3 +98,28 @@ def test_another_model_beside_the_same_adapters_is_refused(tuned, ranks1):
     config = recipes.with_changes(config, {"lora.alpha": 5.0})
     with pytest.raises(Exception, match=r"was written with lora.alpha=4.0, this run has 5.0"):
         ranks1.run(newest, config, folder)
+
+
+def test_adapters_go_out_of_a_run_at_its_end_and_before(tuned, tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    gpt2, folder = tuned
+    assert export.main([str(folder), str(tmp_path / "end"), "--adapter"]) == 0
+    assert capsys.readouterr().out.endswith(f"adapters of rank 2, from {folder / 'adapters.pt'}\n")
+    content = json.loads((tmp_path / "end" / "adapter_config.json").read_text())
+    assert content["base_model_name_or_path"] == str(gpt2) and content["r"] == 2
+    found = load_file(tmp_path / "end" / "adapter_model.safetensors")
+    assert len(found) == 2 * 4 * 2
+
+    unfinished = tmp_path / "run"
+    shutil.copytree(folder, unfinished, ignore=shutil.ignore_patterns("*.pt"))
+    assert export.main([str(unfinished), str(tmp_path / "before"), "--adapter"]) == 0
+    again = load_file(tmp_path / "before" / "adapter_model.safetensors")
+    assert all(torch.equal(found[name], again[name]) for name in found)
+    capsys.readouterr()
+    assert export.main([str(unfinished), str(tmp_path / "whole")]) == 2
+    assert "holds adapters alone: let the run come to its end" in capsys.readouterr().err
+    base = gpt2.parent / "base"
+    assert export.main([str(base), str(tmp_path / "none"), "--adapter"]) == 2
+    assert "has no adapters" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "end", "run"]
