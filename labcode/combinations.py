@@ -97,6 +97,7 @@ def problems(config: Config, shape: GridShape) -> Iterator[str]:
         probe,
         features_on_layers,
         fp8,
+        adapters,
         checkpoints,
     ):
         yield from feature(config, shape)
@@ -412,6 +413,30 @@ def _cut_blocks(config: Config, shape: GridShape) -> Iterator[str]:
                 f"fp8.recipe=block with {name} = {size:g}: a block has {FP8_BLOCK} numbers, make "
                 "it a multiple of that or use --fp8.recipe current"
             )
+
+
+def adapters(config: Config, _shape: GridShape) -> Iterator[str]:
+    """lora.rank"""
+    model = config.model
+    rank = config.lora.rank
+    if not rank:
+        return
+    if isinstance(model, GPTConfig) and model.num_experts:
+        yield (
+            f"lora.rank={rank} with model.num_experts={model.num_experts}: the experts of a layer "
+            "are one tensor and no linear layer beside which an adapter could stand, use 0 experts"
+        )
+    if not isinstance(model, GPTConfig):
+        yield (
+            f"lora.rank={rank} with a ViT: adapters change a trained model, and train.start_from "
+            "reads none of a ViT; its new head is zero and would stay so, use a recipe of a GPT"
+        )
+    smallest = min(model.hidden_size, model.ffn)
+    if rank > smallest:
+        yield (
+            f"lora.rank={rank}: the smallest layer beside which an adapter stands has {smallest} "
+            f"features, and its weight no more ranks than that: give at most {smallest}"
+        )
 
 
 def checkpoints(config: Config, _shape: GridShape) -> Iterator[str]:

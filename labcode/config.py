@@ -1049,6 +1049,27 @@ class Fp8Config:
         check_fields(self, "fp8", {"history_length": COUNT, "margin": margin})
 
 
+@dataclass(frozen=True)
+class LoraConfig:
+    """Thin matrices beside the linear layers, which train in place of the model (`models.lora`).
+
+    Checkpoints hold them alone: the frozen model is made again from `train.start_from`, or from
+    `train.seed`.
+
+    Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1.
+    """
+
+    rank: int = 0  # rows of A and columns of B; 0: no adapters, the model itself trains
+    alpha: float = 16.0  # the adapter counts alpha / rank times
+    # the linear layers of each block that get one: of attention, and of the MLP
+    targets: tuple[Literal["qkv", "proj", "up", "down"], ...] = ("qkv", "proj", "up", "down")
+
+    def __post_init__(self) -> None:
+        check_fields(self, "lora", {"rank": COUNT_OR_ZERO, "alpha": POSITIVE})
+        if not self.targets:
+            raise ValueError("lora.targets is empty: name layers, such as qkv proj")
+
+
 MOST_NAME_CHARACTERS = 100
 
 
@@ -1068,6 +1089,7 @@ class Config:
     local: LocalConfig = field(default_factory=LocalConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     fp8: Fp8Config = field(default_factory=Fp8Config)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "", {})

@@ -30,6 +30,9 @@ LAST_OF_A_BRANCH = (
     "mlp.experts.down",
 )
 
+LORA_A = "lora_a"  # the weights of an adapter (`models.lora`)
+LORA_B = "lora_b"
+
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin of `Rotary`, each [S, D/2]
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -319,9 +322,10 @@ def initial_value(
 
     Weights are normal with standard deviation 0.02, divided by `sqrt(2*num_layers)` for the two
     projections of each layer that add to the residual stream. Norms are the identity; biases and
-    the head of a ViT are zero. The generator is seeded with a hash of seed and name, so that order,
-    device, dtype and the presence of other parameters do not matter: a rank that holds one shard of
-    one layer draws the values that a whole model would have.
+    the head of a ViT are zero. Of an adapter (`models.lora`) A is uniform and B zero. The generator
+    is seeded with a hash of seed and name, so that order, device, dtype and the presence of other
+    parameters do not matter: a rank that holds one shard of one layer draws the values that a whole
+    model would have.
 
     Args:
         name: Dotted name in the whole model, such as `blocks.3.mlp.down.weight`.
@@ -333,7 +337,7 @@ def initial_value(
     """
     module, _, kind = name.rpartition(".")
     is_head_of_vit = name == "head.weight" and isinstance(config, ViTConfig)
-    if kind == "bias" or is_head_of_vit:
+    if kind in ("bias", LORA_B) or is_head_of_vit:
         return torch.zeros(shape, device="cpu")
     if module.rpartition(".")[2].startswith("norm"):
         return torch.ones(shape, device="cpu")
@@ -344,6 +348,9 @@ def initial_value(
     # disagree in the last bits. Rounded to float32 at once, so that a float64 model starts from
     # exactly the values of a float32 one.
     value = torch.empty(shape, dtype=torch.float64, device="cpu")
+    if kind == LORA_A:
+        bound = 1 / math.sqrt(shape[1])
+        return value.uniform_(-bound, bound, generator=_generator_of(name, seed)).float()
     return value.normal_(0.0, std, generator=_generator_of(name, seed)).float()
 
 

@@ -229,12 +229,17 @@ def _describe_parameters(
     for name, _ in model.named_parameters():
         owner, _, kind = name.rpartition(".")
         # A sharded layer says itself how it cuts its weights; experts name the axes as well.
-        cut = getattr(model.get_submodule(owner), "shards", {}).get(kind, {})
+        layer = model.get_submodule(owner)
+        cut = getattr(layer, "shards", {}).get(kind, {})
         shards = {"tp": cut} if isinstance(cut, Shard) else cut
+        partial_over = plan.partial_over(len(shards) > 0)
+        # It also says of which whole weights each rank of tp sees a part of the gradient.
+        if kind in getattr(layer, "partial", ()) and "tp" not in partial_over:
+            partial_over = (*partial_over, "tp")
         shardings[name] = ParamSharding(
             shape=weights[name].shape,
             shards=shards,
-            partial_over=plan.partial_over(len(shards) > 0),
+            partial_over=partial_over,
             tied=name in plan.tied and grid.size("pp") > 1,
         )
     return shardings

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,9 +11,11 @@ from torch import nn
 from labcode.comm.collectives import gather_from
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, ParallelConfig, ViTConfig
+from labcode.models.lora import LoraLinear
 from labcode.parallel.attention_block import own_chunks
 from labcode.parallel.context import GatherAttention, RingAttention, take_own
 from labcode.parallel.experts import divide_experts, summed
+from labcode.parallel.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 from labcode.parallel.plan import PlanEntry, with_attributes
 from labcode.parallel.sequence import SEQUENCE_DIM
 from labcode.parallel.tensor import ColumnParallelLinear, RowParallelLinear
@@ -84,8 +87,8 @@ def block_entries(
     enters = "all-gather, then column-parallel" if sequence else "column-parallel"
     leaves = "row-parallel, then reduce-scatter" if sequence else "row-parallel, then all-reduce"
     # groups of one too: a layer on one rank of tp is the same class with nothing to send
-    column = partial(ColumnParallelLinear, group=tp, sequence=sequence)
-    row = partial(RowParallelLinear, group=tp, sequence=sequence)
+    column = partial(_column, group=tp, sequence=sequence)
+    row = partial(_row, group=tp, sequence=sequence)
 
     def qkv(module: nn.Linear) -> nn.Module:
         return column(module, sections=heads.sections, copies=heads.copies)
@@ -134,6 +137,18 @@ def block_entries(
         how = f"{parallel.context_attention} over cp, {layout}"
         entries.append(PlanEntry("blocks.*.attention.core", how, context_attention))
     return tuple(entries)
+
+
+def _column(layer: nn.Linear, **options: Any) -> nn.Module:
+    if isinstance(layer, LoraLinear):
+        return LoraColumnParallelLinear(layer, **options)
+    return ColumnParallelLinear(layer, **options)
+
+
+def _row(layer: nn.Linear, **options: Any) -> nn.Module:
+    if isinstance(layer, LoraLinear):
+        return LoraRowParallelLinear(layer, **options)
+    return RowParallelLinear(layer, **options)
 
 
 @dataclass(frozen=True)

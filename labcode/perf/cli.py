@@ -120,6 +120,12 @@ def _add_fits(parser: argparse.ArgumentParser) -> None:
         "--gpu", required=True, help=f"one of {', '.join(gpu_names())}, or a memory: 24gb"
     )
     parser.add_argument("--gpus-per-node", type=count, default=8, help="how far tp reaches")
+    parser.add_argument(
+        "--lora", type=count, default=0, metavar="RANK", help="adapters train, the model is frozen"
+    )
+    parser.add_argument(
+        "--four-bit", action="store_true", help="with --lora: the model in 4 bits (QLoRA)"
+    )
     _add_how(parser, state="mixed")
     parser.set_defaults(run=_fits)
 
@@ -215,7 +221,15 @@ def _fits(options: argparse.Namespace) -> None:
             f"--dtype {options.dtype} and --state {options.state}, whose weights have 16 bits in "
             "a product: add --state float32"
         )
-    settings = Settings(1, dtype=options.dtype, attention=options.attention)
+    if options.four_bit and not options.lora:
+        raise ValueError("--four-bit without --lora: 4 bits cannot be trained, add --lora 16")
+    settings = Settings(
+        1,
+        dtype=options.dtype,
+        attention=options.attention,
+        adapter_rank=options.lora,
+        four_bit=options.four_bit,
+    )
     answers = []
     for gpus in _whole_numbers("--gpus", options.gpus):
         answers.append(
@@ -229,6 +243,8 @@ def _fits(options: argparse.Namespace) -> None:
             )
         )
     print_out("\n\n".join(answers))
+    if options.lora:
+        return  # `plan` knows nothing of adapters
     print_out(
         f"How fast: {PROGRAM} plan with the same model, --cluster NAME, --gpus {gpus}, "
         f"--global-batch N and --state {options.state}."

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from labcode.perf.adapters import NF4_BYTES, layer_adapters
 from labcode.perf.cluster import gpu_names, load_gpu
 from labcode.perf.find_model import NamedModel, described
 from labcode.perf.layout_memory import layout_memory
@@ -24,9 +25,10 @@ from labcode.perf.settings import CHECKPOINTING, STATES, Settings
 from labcode.perf.transformer import Transformer
 from labcode.suggest import unknown
 from labcode.topology import GridShape
-from labcode.units import GIB, binary_bytes
+from labcode.units import GIB, binary_bytes, si
 
 MOST_MICRO_BATCH = 1024
+RANK = 16  # of the adapters that are proposed
 MOST_GPUS = 65536
 LEAST_TOKENS = 256
 TIGHT = 0.9  # of a GPU's memory: predictions for stacks nobody calibrated are off by as much
@@ -246,8 +248,8 @@ def answer(
     lines = [
         described(found),
         *[f"({note})" for note in found.notes],
-        f"Training of all weights with AdamW on {gpus} x {gpu.title}, {limit} each: "
-        f"{_bytes_in_words(settings)}, which is --state {state}.",
+        f"Training of {_trained(found.shape, settings)} with AdamW on {gpus} x {gpu.title}, "
+        f"{limit} each: {_bytes_in_words(settings)}, which is --state {state}.",
         "",
     ]
     lines.append(_verdict(ways, limit))
@@ -264,6 +266,20 @@ def answer(
         lines += [f"  {cure}" for cure in cures]
     lines += ["", *_small_print(found.shape, settings, gpu)]
     return "\n".join(lines)
+
+
+def _trained(model: Transformer, settings: Settings) -> str:
+    """What trains, and how the rest is kept."""
+    if not settings.adapter_rank:
+        return "all weights"
+    adapters = model.num_layers * layer_adapters(model, settings.adapter_rank)
+    kept = f"{NF4_BYTES:.3f} bytes (QLoRA)" if settings.four_bit else f"{settings.weight_bytes:g}"
+    share = f"{si(adapters)}, {adapters / model.num_parameters:.2%} of the model"
+    bytes_ = "" if settings.four_bit else " bytes (LoRA)"
+    return (
+        f"adapters of rank {settings.adapter_rank} ({share}) beside frozen weights of "
+        f"{kept}{bytes_}"
+    )
 
 
 def _verdict(ways: Found, limit: str) -> str:
@@ -341,6 +357,13 @@ def _cures(
         narrow = replace(settings, **STATES["bf16"])
         if _has_room(search(model, gpus, gpu.bytes, narrow, gpus_per_node)):
             yield f"everything in bfloat16, {_bytes_in_words(narrow)}: --state bf16"
+    if not settings.adapter_rank and not model.experts:
+        adapted = replace(settings, adapter_rank=RANK)
+        four_bit = replace(adapted, four_bit=True)
+        if _has_room(search(model, gpus, gpu.bytes, adapted, gpus_per_node)):
+            yield f"adapters beside the frozen model (LoRA): --lora {RANK}"
+        elif _has_room(search(model, gpus, gpu.bytes, four_bit, gpus_per_node)):
+            yield f"adapters beside the frozen model in 4 bits (QLoRA): --lora {RANK} --four-bit"
     larger = []
     for name in gpu_names():
         memory_bytes = load_gpu(name).memory_bytes
@@ -374,7 +397,7 @@ def _small_print(model: Transformer, settings: Settings, gpu: GpuMemory) -> Iter
             "a moment: load and save shards."
         )
     yield (
-        "Not counted: LoRA, 8-bit optimizers, offloading to the CPU, inference (the weights alone "
+        "Not counted: 8-bit optimizers, offloading to the CPU, inference (the weights alone "
         f"are {_gib(2.0 * model.num_parameters)} in 16 bits)."
     )
 
@@ -382,8 +405,9 @@ def _small_print(model: Transformer, settings: Settings, gpu: GpuMemory) -> Iter
 def _bytes_in_words(settings: Settings) -> str:
     parts = (settings.weight_bytes, settings.gradient_bytes, settings.optimizer_bytes)
     weight, gradient, optimizer = parts
+    which = "a weight that trains" if settings.adapter_rank else "a weight"
     return (
-        f"{sum(parts):g} bytes a weight ({weight:g} of its own, {gradient:g} of its gradient, "
+        f"{sum(parts):g} bytes {which} ({weight:g} of its own, {gradient:g} of its gradient, "
         f"{optimizer:g} of the optimizer)"
     )
 

@@ -22,6 +22,7 @@ Held by: tests/unit/test_layout_memory.py
 
 import functools
 
+from labcode.perf.adapters import EXPANDED_BYTES, frozen_bytes, layer_adapters
 from labcode.perf.layer_time import WIDTHS
 from labcode.perf.memory import layer_activations
 from labcode.perf.pipeline import peak_microbatches
@@ -121,8 +122,12 @@ def _state(model: Transformer, shape: GridShape, stage: int, settings: Settings)
 
     ZeRO divides an expert over the ranks that have copies of it, edp of dp.
 
-    Held by: tests/ranks/test_zero_memory.py
+    Of a model beside adapters, which is frozen, it is the weights alone.
+
+    Held by: tests/ranks/test_zero_memory.py, tests/ranks/test_lora_memory.py
     """
+    if settings.adapter_rank:
+        return _state_with_adapters(model, shape, stage, settings)
     experts = stage_experts(model, shape)[stage] if shape.ep > 1 else 0
     others = stage_parameters(model, shape)[stage] - experts
     widths = {
@@ -135,6 +140,30 @@ def _state(model: Transformer, shape: GridShape, stage: int, settings: Settings)
         return state
     more = state_bytes(round(experts), settings.zero_stage, shape.edp * shape.cp, **widths)
     return StateBytes(*(one + other for one, other in zip(state, more, strict=True)))
+
+
+def _state_with_adapters(
+    model: Transformer, shape: GridShape, stage: int, settings: Settings
+) -> StateBytes:
+    """What a rank of a stage keeps where adapters train; both are divided by ZeRO alike."""
+    ranks = shape.dp * shape.cp
+    layers = stage_layers(model, shape.pp)[stage]
+    frozen = frozen_bytes(
+        stage_parameters(model, shape)[stage],
+        layers * model.layer_products / shape.tp,
+        weight_bytes=settings.weight_bytes,
+        four_bit=settings.four_bit,
+    )
+    trained = state_bytes(
+        round(layers * layer_adapters(model, settings.adapter_rank, shape.tp)),
+        settings.zero_stage,
+        ranks,
+        weight_bytes=settings.weight_bytes,
+        gradient_bytes=settings.gradient_bytes,
+        optimizer_bytes=settings.optimizer_bytes,
+    )
+    kept = frozen / ranks if settings.zero_stage == 3 else frozen
+    return trained._replace(weights=trained.weights + kept)
 
 
 def _under_way(shape: GridShape, stage: int, settings: Settings) -> float:
@@ -163,6 +192,8 @@ def _gathered(model: Transformer, shape: GridShape, settings: Settings) -> float
     of backward, and its gradient whole until then. So does the whole stage of a pipeline: to gather
     it for each micro-batch would cost too much.
     """
+    if settings.adapter_rank:
+        return _gathered_frozen(model, shape, settings)
     if settings.zero_stage < 3:
         return 0.0
     whole = settings.gathered_bytes + settings.reduced_bytes
@@ -172,3 +203,24 @@ def _gathered(model: Transformer, shape: GridShape, settings: Settings) -> float
     (all_weights,) = stage_parameters(model, shape)
     in_no_layer = all_weights - model.num_layers * layer
     return in_no_layer * whole + layer * (settings.gathered_bytes + whole)
+
+
+def _gathered_frozen(model: Transformer, shape: GridShape, settings: Settings) -> float:
+    """As `_gathered`, of frozen weights, which have no gradient; in 4 bits one product's weight is
+    expanded beside them, whatever ZeRO does.
+    """
+    expanded = 0.0
+    if settings.four_bit:
+        largest = max(model.qkv, model.ffn * (model.mlp_matrices - 1))
+        expanded = EXPANDED_BYTES * largest * model.hidden_size / shape.tp
+    if settings.zero_stage < 3:
+        return expanded
+    products = model.layer_products / shape.tp
+    options = {"weight_bytes": settings.gathered_bytes, "four_bit": settings.four_bit}
+    layer = frozen_bytes(model.layer_parameters / shape.tp, products, **options)
+    counts = stage_parameters(model, shape)
+    if shape.pp > 1:
+        layers = max(stage_layers(model, shape.pp))
+        return expanded + frozen_bytes(max(counts), layers * products, **options)
+    in_no_layer = model.end_parameters / shape.tp * settings.gathered_bytes
+    return expanded + in_no_layer + 2 * layer

@@ -73,6 +73,9 @@ class Settings:
         optimizer_bytes: Of the optimizer for each weight, master weights included.
         gathered_bytes: Of a weight that is gathered.
         reduced_bytes: Of a gradient that is summed over ranks.
+        adapter_rank: Of low-rank adapters, which train in place of the model (`perf.adapters`); a
+            frozen weight then costs its `weight_bytes` alone. 0: the model itself trains.
+        four_bit: Whether the frozen products are kept in 4 bits (QLoRA).
         autocast: Whether what runs from layer to layer is as wide as the weights, and only products
             are narrow; PyTorch's autocast does that.
         overlap_data_parallel: Whether gradients travel during the last backward.
@@ -97,6 +100,8 @@ class Settings:
     optimizer_bytes: float = 12
     gathered_bytes: float = 2
     reduced_bytes: float = 4
+    adapter_rank: int = 0
+    four_bit: bool = False
     autocast: bool = False
     overlap_data_parallel: bool = True
     scatter_gather: bool = False

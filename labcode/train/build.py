@@ -14,6 +14,7 @@ from labcode.config import Config, OptimConfig, TrainConfig
 from labcode.data.loader import Loader
 from labcode.data.sampler import Batches
 from labcode.models.layers import freeze
+from labcode.models.lora import add_adapters
 from labcode.models.parallelize import parallelize
 from labcode.parallel.local import OuterOptimizer
 from labcode.parallel.model import ParallelModel
@@ -157,15 +158,26 @@ def build(
     scaler = LossScaler() if precision.scales_loss else None
     noise = _noise(resolved, grid, model)
     debugging = Debugging(config.debug, model, world.device, precision.name)
-    state = RunState(model, optimizer, batches, world.device, guard, scaler, noise, fp8)
+    state = RunState(
+        model,
+        optimizer,
+        batches,
+        world.device,
+        guard,
+        scaler,
+        noise,
+        fp8,
+        trained_alone=config.lora.rank > 0,
+    )
     # After everything that a checkpoint holds exists: reading fills it in place.
+    # Adapters are saved alone: a run that resumes has to read the model beside them again.
+    if settings.start_from and (start is None or config.lora.rank):
+        on_every_rank(_read_start, config, task, model)
+        model.gather_parameters()
     if start:
         checkpoints = Checkpoints(config, grid, start.parents[1], task.data_sha256)
         checkpoints.load(state, start)
         model.gather_parameters()  # under ZeRO each rank has read its own rows
-    elif settings.start_from:
-        on_every_rank(_read_start, config, task, model)
-        model.gather_parameters()
     return Training(
         config=config,
         world=world,
@@ -221,13 +233,15 @@ def _read_start(config: Config, task: Task, model: ParallelModel) -> None:
 
 
 def build_meta(config: Config, task: Task) -> nn.Module:
-    """The whole model without values, of which some weights may be frozen.
+    """The whole model without values, of which some weights may be frozen, with its adapters.
 
     Raises:
         ValueError: `train.freeze` names no weight, or all.
     """
     with torch.device("meta"):
         model = task.build()
+        if config.lora.rank:
+            add_adapters(model, config.lora)
     freeze(model, config.train.freeze)
     return model
 

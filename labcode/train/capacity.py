@@ -120,7 +120,8 @@ def _rank_bytes(model: GPTConfig | ViTConfig, resolved: Resolved, coord: int) ->
     gradients = part if stage >= 2 else whole
     weights = part if stage >= 3 else whole
     activations = _activation_bytes(model, resolved, coord)
-    if config.train.freeze:  # what is frozen has neither, and its layers may keep nothing
+    # what is frozen has neither, and its layers may keep nothing; adapters are small
+    if config.train.freeze or config.lora.rank:
         return weights + _data_bytes(model, resolved)
     return weights + max(gradients + moments, activations) + _data_bytes(model, resolved)
 

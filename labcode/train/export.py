@@ -14,6 +14,9 @@ def main(args: Sequence[str]) -> int:
     parser = Parser(prog="python -m labcode.train.export", description=__doc__)
     parser.add_argument("run", type=Path, help="folder of a run of a GPT")
     parser.add_argument("to", type=Path, help="folder to be made: model.safetensors, config.json")
+    parser.add_argument(
+        "--adapter", action="store_true", help="write its adapters alone, as peft has them"
+    )
     try:
         given = parser.parse_args(args)
         if not os.path.isdir(given.run):
@@ -26,7 +29,7 @@ def main(args: Sequence[str]) -> int:
     from labcode.train.checkpoint.tensors import DamagedError
 
     try:
-        source = export(given.run, given.to)
+        source = export(given.run, given.to, adapter=given.adapter)
     except (ValueError, OSError, DamagedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -10,8 +10,10 @@ from torch import nn
 
 from labcode.config import TrainConfig
 from labcode.files import write_atomically
+from labcode.models.lora import is_adapter, merged
 from labcode.train import finite, metrics
 from labcode.train.build import Training
+from labcode.train.checkpoint.hub_files import ADAPTERS
 from labcode.train.metrics import Log
 from labcode.train.observer import Observer
 from labcode.train.tasks import Task
@@ -34,6 +36,8 @@ class Result(Observer):
     def finish(self) -> None:
         """Gather the whole model; rank 0 writes it, and what it can do.
 
+        Adapters are written by themselves, and the model with them added to its weights.
+
         Raises:
             Diverged: A weight is not finite: the gradient of the last step was, its update was not.
         """
@@ -45,6 +49,11 @@ class Result(Observer):
             # every rank takes part, rank 0 keeps them
             if out:
                 weights[name] = tensor.cpu().clone()
+        lora = training.config.lora
+        if out and lora.rank:
+            adapters = {name: weight for name, weight in weights.items() if is_adapter(name)}
+            _write_tensors(out / ADAPTERS, adapters)
+            weights = merged(weights, lora)
         if out:
             divided = training.config.parallel.divides_weights
             sharded = training.grid.size("pp", "cp", "tp") > 1 or divided
@@ -74,15 +83,18 @@ def write_result(
     Raises:
         OSError: No space; a file that is not written completely is removed.
     """
-    file = io.BytesIO()
-    torch.save(weights, file)
-    write_atomically(out / "weights.pt", file.getbuffer())
-    del file
+    _write_tensors(out / "weights.pt", weights)
     if model is None:
         model = _rebuild(task, weights)
     result = task.finish(model.eval(), settings.sample_tokens, settings.seed)
     write_atomically(out / "result.txt", (result + "\n").encode())
     print(f"{result}\n", flush=True)
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    file = io.BytesIO()
+    torch.save(tensors, file)
+    write_atomically(path, file.getbuffer())
 
 
 def _rebuild(task: Task, weights: dict[str, torch.Tensor]) -> nn.Module:

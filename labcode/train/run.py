@@ -242,7 +242,8 @@ def _check_start(
     Raises:
         ValueError: They are of another model.
     """
-    if config.train.start_from and not config.checkpoint.resume:
+    resumes_whole = config.checkpoint.resume and not config.lora.rank
+    if config.train.start_from and not resumes_whole:
         open_start(config, model, tokenizer)
 
 

@@ -127,11 +127,14 @@ def plain_run(config):
     from labcode.data.sampler import Batches, validation_batches
     from labcode.models import gpt, vit
     from labcode.models.layers import freeze, initialize
+    from labcode.models.lora import add_adapters
     from labcode.train.optim import learning_rate, make_optimizer
     from labcode.train.tasks import make_task
 
     task, batch = make_task(config), config.train.global_batch
     model = initialize(task.build(), config.train.seed).double()
+    if config.lora.rank:
+        add_adapters(model, config.lora, config.train.seed)
     freeze(model, config.train.freeze)
     optimizer = make_optimizer(model.parameters(), config.optim)
     batches = Batches(len(task.train), batch, dp_size=1, dp_coord=0, seed=config.train.seed)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from labcode.config import GPTConfig, OptimConfig, ParallelConfig
+from labcode.config import GPTConfig, LoraConfig, OptimConfig, ParallelConfig
 from labcode.perf.layout_memory import layout_memory
 from labcode.perf.settings import STATES, Settings
 from labcode.perf.state_memory import state_bytes
@@ -26,13 +26,17 @@ SLACK = 0.03
 
 
 def held(
-    parallel: ParallelConfig, config: GPTConfig = MODEL, shape: GridShape | None = None
+    parallel: ParallelConfig,
+    config: GPTConfig = MODEL,
+    shape: GridShape | None = None,
+    lora: LoraConfig | None = None,
 ) -> tuple[int, int, int]:
     """Weights, gradients and optimizer state of this rank, in bytes, in the second step."""
     import torch.distributed as dist
 
     from labcode.comm.grid import Grid
     from labcode.models.gpt import GPT
+    from labcode.models.lora import add_adapters
     from labcode.models.parallelize import parallelize
     from labcode.train.measure import held_bytes
     from labcode.train.optim import make_optimizer
@@ -40,6 +44,8 @@ def held(
     grid = Grid.create(shape or GridShape(dp=dist.get_world_size()))
     with torch.device("meta"):
         model = GPT(config)
+    if lora is not None:
+        add_adapters(model, lora)
     model = parallelize(model, grid, parallel, seed=0)
     by_torch = parallel.zero_stage == 1 and parallel.data_parallel == "ddp"
     group = grid.group("dp") if by_torch else None

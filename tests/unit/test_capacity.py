@@ -140,3 +140,11 @@ def test_a_rank_of_ep_holds_its_own_experts_alone():
     sharded = replace(mixture, parallel=ParallelConfig(zero_stage=3))
     whole = needed(sharded, shape=GridShape(dp=8))
     assert needed(sharded, shape=GridShape(dp=8, ep=4)) == pytest.approx(whole, abs=2)
+
+
+def test_a_model_that_is_frozen_beside_adapters_is_counted_once():
+    config = recipes.with_changes(GPT_RUN, {"model.hidden_size": 4096, "model.num_heads": 8})
+    adapted = recipes.with_changes(config, {"lora.rank": 8})
+    weights = 4 * config.model.num_parameters
+    assert needed(adapted) == pytest.approx(weights, rel=0.01)
+    assert needed(config) == pytest.approx(4 * weights, rel=0.01)  # gradients and two moments

@@ -83,7 +83,7 @@ def test_the_answer_is_in_words():
     assert lines[3].startswith("It fits with ZeRO-3 (FSDP), without activation checkpointing, mic")
     assert "  DDP (nothing is sharded): does not fit, " in told
     assert "  ZeRO-3 or FSDP (weights too): fits, micro-batch 1 without activation " in told
-    assert "Not counted: LoRA, 8-bit optimizers, offloading to the CPU, inference" in told
+    assert "Not counted: 8-bit optimizers, offloading to the CPU, inference" in told
 
 
 def test_a_cure_is_one():

@@ -10,6 +10,7 @@ are also several safetensors files with an index, `pytorch_model.bin`, and nanoG
 is pickled is opened by `torch.load(weights_only=True)`, which runs nothing of it.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,7 +19,7 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from labcode.config import Config, GPTConfig, ViTConfig
+from labcode.config import Config, GPTConfig, LoraConfig, ViTConfig
 from labcode.data.paths import user_path
 from labcode.data.tokenizer import AnyTokenizer, BPETokenizer
 from labcode.file_kinds import kind_of
 from labcode.files import sync_folder
-from labcode.models import hub
+from labcode.models import hub, hub_adapter
 from labcode.models.hub import BUFFERS, HEAD, NANOGPT, Described, Piece
+from labcode.models.lora import is_adapter
 from labcode.parallel.boxes import Box, boxes_of
 from labcode.parallel.model import ParallelModel
 from labcode.train.checkpoint.folder import read_about, read_index, verify
@@ -40,6 +42,7 @@ from labcode.train.checkpoint.tensors import read_whole
 from labcode.train.run_folder import CONFIG_NAME
 
 WEIGHTS = "model.safetensors"
+ADAPTERS = "adapters.pt"  # of a run with `lora.rank` that has ended, beside weights.pt
 MODEL = "model/"  # in front of a weight's name in a checkpoint
 FIELD = "train.start_from"
 # in a folder the first of them that is there
@@ -142,12 +145,13 @@ OTHER_FORMATS = {
 # ---- out of a run
 
 
-def export(run: Path, to: Path) -> str:
+def export(run: Path, to: Path, *, adapter: bool = False) -> str:
     """Write the weights of a run, of its end or else of its newest checkpoint.
 
     Args:
         run: Folder of the run.
         to: Folder to be made.
+        adapter: Write the adapters of the run alone, for `peft`, and not the model with them.
 
     Returns:
         What was written, and where it is from, as "a Llama, from runs/gpt-001/weights.pt".
@@ -162,12 +166,16 @@ def export(run: Path, to: Path) -> str:
         raise ValueError(f"{to} exists: choose another folder")
     config = _model_of(run)
     family = hub.family_of(config)  # refuses before anything is read
+    if adapter:
+        return _export_adapter(run, to, config)
     weights, source = _weights_of(run)
+    if "embed.weight" not in weights:
+        raise ValueError(
+            f"{source} holds adapters alone: let the run come to its end, whose weights.pt has the "
+            "model with them, or write them alone (--adapter)"
+        )
     config = dataclasses.replace(config, vocab_size=weights["embed.weight"].shape[0])
-    to.parent.mkdir(parents=True, exist_ok=True)
-    # beside the folder that it becomes: a rename does not leave its file system
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
-    try:
+    with _made_at_once(to) as unfinished:
         tensors = hub.state_dict(config, weights)
         save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
         text = json.dumps(hub.config_json(config), indent=2) + "\n"
@@ -175,6 +183,37 @@ def export(run: Path, to: Path) -> str:
         tokenizer = _tokenizer_of(run)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, unfinished / TOKENIZERS[0])
+    return f"a {family.title}, from {source}"
+
+
+def _export_adapter(run: Path, to: Path, config: GPTConfig) -> str:
+    """Write adapter_model.safetensors and adapter_config.json."""
+    tree = json.loads((run / CONFIG_NAME).read_text())
+    lora = LoraConfig(**tree.get("lora", {}))
+    if not lora.rank:
+        raise ValueError(f"{run} has no adapters: it trained the model itself, without lora.rank")
+    final = run / ADAPTERS
+    if final.is_file():
+        adapters, source = torch.load(final, map_location="cpu", weights_only=True), final
+    else:
+        adapters, source = _weights_of(run)
+    tensors = hub_adapter.adapter_state_dict(config, adapters)
+    content = hub_adapter.adapter_config(config, lora, tree["train"].get("start_from"))
+    with _made_at_once(to) as unfinished:
+        save_file(tensors, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
+        text = json.dumps(content, indent=2) + "\n"
+        (unfinished / "adapter_config.json").write_text(text)
+    return f"adapters of rank {lora.rank}, from {source}"
+
+
+@contextlib.contextmanager
+def _made_at_once(to: Path) -> Iterator[Path]:
+    """A folder to be filled that gets its name when it is whole; else nothing of it is left."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    # beside the folder that it becomes: a rename does not leave its file system
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
+    try:
+        yield unfinished
         unfinished.chmod(0o755)  # that of a folder of mkdtemp is for its owner alone
         os.replace(unfinished, to)
     # Ctrl-C too
@@ -182,7 +221,6 @@ def export(run: Path, to: Path) -> str:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     sync_folder(to.parent)
-    return f"a {family.title}, from {source}"
 
 
 def _model_of(run: Path) -> GPTConfig:
@@ -407,10 +445,12 @@ class HubCheckpoint:
         config = model.config
         assert isinstance(config, GPTConfig)
         pieces = self.described.family.pieces(config)
-        for ours in model.weights:
+        # adapters begin as they are drawn
+        weights = {name: weight for name, weight in model.weights.items() if not is_adapter(name)}
+        for ours in weights:
             self._check_shape(ours, pieces[ours], list(model.shardings[ours].shape))
         with torch.no_grad():
-            for ours, param in model.weights.items():
+            for ours, param in weights.items():
                 # Put together on the CPU and copied once: a box of a GPU's weight would be a small
                 # copy of its own.
                 own = torch.empty(param.shape, dtype=param.dtype)

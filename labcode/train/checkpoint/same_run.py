@@ -55,7 +55,10 @@ def check_same_run(about: About, folder: Path, config: Config, data_sha256: str)
     now = as_json(field_paths(config))
     differing = []
     for name in sorted(now.keys() | then.keys()):
-        if then.get(name) != now.get(name) and not name.startswith(MAY_CHANGE):
+        may_change = name.startswith(MAY_CHANGE)
+        if name == "train.start_from" and config.lora.rank:
+            may_change = False  # the model beside the adapters is in no checkpoint
+        if then.get(name) != now.get(name) and not may_change:
             differing.append(name)
     _check_recipe(then, now, differing, folder)
     if differing:

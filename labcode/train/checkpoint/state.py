@@ -33,7 +33,7 @@ NOISE = "noise_scale"
 class RunState:
     """Weights, optimizer, position in the data and random numbers of a run, by name.
 
-        model/NAME                a weight
+        model/NAME                a weight; of a run with adapters only those that train
         optim/NAME/KEY            what the optimizer keeps for it
         rankR/random/GENERATOR    where a generator of random numbers is
         step                      the position in the data
@@ -51,6 +51,8 @@ class RunState:
         scaler: What scales its loss; None: nothing does.
         noise: What measures the noise of its gradients; None: nothing does.
         fp8: What computes its linear layers in FP8; None: nothing does.
+        trained_alone: Frozen weights are left out: this run and one that resumes from it make them
+            from the same start.
     """
 
     def __init__(
@@ -63,9 +65,15 @@ class RunState:
         scaler: LossScaler | None = None,
         noise: NoiseScale | None = None,
         fp8: Fp8 | None = None,
+        *,
+        trained_alone: bool = False,
     ) -> None:
         self.model = model
-        self.params = model.weights
+        self.params = dict(model.weights)
+        if trained_alone:
+            for name, param in model.weights.items():
+                if not param.requires_grad:
+                    del self.params[name]
         # tied weights of two pipeline stages are one: a run without stages has no second one
         tied = model.plan.tied
         self.stored_as = {name: tied[0] if name in tied else name for name in self.params}

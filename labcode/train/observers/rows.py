@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from labcode import hardware
+from labcode.models.lora import is_adapter
 from labcode.perf.flops import frozen_flops_per_sample, training_flops_per_sample
 from labcode.train import finite
 from labcode.train.build import Training, build_meta
@@ -146,13 +147,15 @@ class Rows(Observer):
 
 
 def _flops_per_sample(training: Training) -> int:
-    """FLOPs of forward and backward of a sample, without what frozen weights spare."""
+    """FLOPs of forward and backward of a sample, with adapters, without what frozen weights spare."""
     model_config = training.task.model_config
     flops = training_flops_per_sample(model_config)
-    if not training.config.train.freeze:
+    if not training.config.train.freeze and not training.config.lora.rank:
         return flops
     weights = []
     # from a model on the meta device: this rank may hold a stage of the real one, cut by tp
     for name, weight in build_meta(training.config, training.task).named_parameters():
         weights.append((name, weight.shape, weight.requires_grad))
+        if is_adapter(name):  # forward, and backward for both of its operands
+            flops += 3 * 2 * model_config.sequence_length * weight.numel()
     return flops - frozen_flops_per_sample(model_config, weights)
