@@ -358,7 +358,7 @@ print(f"numbers that became zero: {(cast == 0).sum().item()} of 57")
 # nearest? (1, 1.4, or 2.)
 
 # %% tags=["predict"]
-by_chance_over_nearest = 1.4  # mean of d(1-d) is 1/6, that of nearest is 1/12
+stochastic_over_nearest = 1.4  # mean of d(1-d) is 1/6, that of nearest is 1/12
 
 # %%
 x = torch.linspace(2, 4, 20_001)[:-1]
@@ -373,7 +373,7 @@ def error_of_mean(num_casts, rounding):
     return (mean - x).square().mean().sqrt().item()
 
 ratio = error_of_mean(1, "stochastic") / error_of_mean(1, "nearest")
-compare("one cast", by_chance_over_nearest, ratio, within=1.1)
+compare("one cast", stochastic_over_nearest, ratio, within=1.1)
 
 # %% [markdown]
 # So a single stochastic cast is worse, by √2. Now take the mean of n casts, as a sum over many tokens does. Independent
@@ -390,13 +390,13 @@ print(f"mean of 200 casts: to nearest the error is {ratio:.1f} times as large")
 # %% tags=["figure"]
 sizes = torch.linspace(0, 6.5, 131)
 means = {}
-for name, rounding in {"to nearest": "nearest", "by chance": "stochastic"}.items():
+for name, rounding in {"to nearest": "nearest", "stochastic": "stochastic"}.items():
     mean = torch.zeros_like(sizes)
     for _ in range(200):
         once = formats.cast(sizes, formats.E2M1, rounding=rounding, generator=generator)
         mean += once / 200
     means[name] = mean.tolist()
-plot.lines(means, x=sizes.tolist(), wide="by chance", caption="22.casts")
+plot.lines(means, x=sizes.tolist(), wide="stochastic", caption="22.casts")
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 22.4 · The stochastic cast
@@ -434,7 +434,7 @@ nearest = lab.to_nvfp4(gradient).sum().item()
 generator = torch.Generator().manual_seed(5)
 sums = []
 for _ in range(1000):
-    once = lab.to_nvfp4(gradient, by_chance=True, generator=generator)
+    once = lab.to_nvfp4(gradient, stochastic=True, generator=generator)
     sums.append(once.sum().item())
 print(f"mean of the sums: {sum(sums) / 1000:+.3f}; to nearest: {nearest:+.3f}")
 
@@ -475,11 +475,11 @@ print(f"mean of the sums: {sum(sums) / 1000:+.3f}; to nearest: {nearest:+.3f}")
 # %% tags=["figure"]
 block = torch.randn(1, 16, generator=torch.Generator().manual_seed(3))
 block[0, 5] = 12.0
-after = lab.turned(block)
+after = lab.rotated(block)
 plot.lines(
-    {"before the turn": block[0].tolist(), "after it": after[0].tolist()},
+    {"before the rotation": block[0].tolist(), "after it": after[0].tolist()},
     x=list(range(16)),
-    caption="22.turn",
+    caption="22.rotation",
 )
 
 # %% [markdown] tags=["exercise"]
@@ -490,7 +490,7 @@ plot.lines(
 
 # %% tags=["exercise"]
 def hadamard(x, signs):
-    """Each 16 neighbours of the last dim, with their signs, turned by H / 4."""
+    """Each 16 neighbours of the last dim, with their signs, rotated by H / 4."""
     ### BEGIN SOLUTION
     h = torch.ones(1, 1)
     while len(h) < 16:
@@ -516,11 +516,11 @@ check("22.5", hadamard)
 helps_most = "the head"
 
 # %%
-def error_of_product(dy, x, turn, by_chance=False):
+def error_of_product(dy, x, rotate, stochastic=False):
     """Relative error of dyᵀ x with both operands in NVFP4."""
-    of_gradient, of_input = (turn(dy.T), turn(x.T))
+    of_gradient, of_input = (rotate(dy.T), rotate(x.T))
     chance = torch.Generator().manual_seed(6)
-    q = lab.to_nvfp4(of_gradient, by_chance=by_chance, generator=chance)
+    q = lab.to_nvfp4(of_gradient, stochastic=stochastic, generator=chance)
     return lab.relative_distance(q @ lab.to_nvfp4(of_input).T, dy.T @ x)
 
 generator = torch.Generator().manual_seed(8)
@@ -535,12 +535,12 @@ errors = {}
 gains = {}
 for name, (dy, x) in pairs.items():
     plain = error_of_product(dy, x, torch.clone)
-    with_turn = error_of_product(dy, x, lab.turned)
-    errors[name] = (plain, with_turn)
-    gains[name] = plain / with_turn
+    with_rotation = error_of_product(dy, x, lab.rotated)
+    errors[name] = (plain, with_rotation)
+    gains[name] = plain / with_rotation
 compare("helps most", helps_most, max(gains, key=gains.get), options=tuple(pairs))
-for name, (plain, with_turn) in errors.items():
-    print(f"{name:14} error {plain:.3f}, with the turn {with_turn:.3f}")
+for name, (plain, with_rotation) in errors.items():
+    print(f"{name:14} error {plain:.3f}, with the rotation {with_rotation:.3f}")
 
 # %% [markdown]
 # Large numbers by themselves are no trouble for a floating-point format: each is rounded relative to its own size, and
@@ -552,9 +552,9 @@ for name, (plain, with_turn) in errors.items():
 
 # %%
 dy, x = pairs["the head"]
-alone = error_of_product(dy, x, torch.clone, by_chance=True)
-both = error_of_product(dy, x, lab.turned, by_chance=True)
-print(f"the head, by chance: {alone:.3f}, by chance and turned: {both:.3f}")
+alone = error_of_product(dy, x, torch.clone, stochastic=True)
+both = error_of_product(dy, x, lab.rotated, stochastic=True)
+print(f"the head, stochastic: {alone:.3f}, stochastic and rotated: {both:.3f}")
 
 # %% [markdown]
 # With stochastic rounding, the rotation gains nothing more in our small model. In the large one that NVIDIA trained it
@@ -590,22 +590,22 @@ print(f"the head, by chance: {alone:.3f}, by chance and turned: {both:.3f}")
 # `x` is [T, H], `w` is [F, H], `dy` is [T, F]. Return y, dx and dw by the table.
 #
 # - `quantize(matrix)` returns the matrix as NVFP4 holds it, with its blocks along its **rows**, rounded to nearest.
-#   `quantize(matrix, by_chance=True)` rounds stochastically, `quantize(matrix, square=True)` has a scale for each 16 ×
+#   `quantize(matrix, stochastic=True)` rounds stochastically, `quantize(matrix, square=True)` has a scale for each 16 ×
 #   16.
-# - `turn(matrix)` is the random Hadamard transform along the rows.
+# - `rotate(matrix)` is the random Hadamard transform along the rows.
 # - The matmuls themselves are plain `@`. Quantise the weight once.
 #
 # About 6 lines.
 
 # %% tags=["exercise"]
-def products(x, w, dy, quantize, turn):
+def products(x, w, dy, quantize, rotate):
     """(y, dx, dw) of a linear layer, with all operands in four bits."""
     ### BEGIN SOLUTION
     weight = quantize(w, square=True)
     y = quantize(x) @ weight.T
-    dx = quantize(dy, by_chance=True) @ weight
-    of_gradient = quantize(turn(dy.T), by_chance=True)
-    of_input = quantize(turn(x.T))
+    dx = quantize(dy, stochastic=True) @ weight
+    of_gradient = quantize(rotate(dy.T), stochastic=True)
+    of_input = quantize(rotate(x.T))
     return y, dx, of_gradient @ of_input.T
     ### END SOLUTION
 
@@ -617,8 +617,8 @@ check("22.6", products)
 # which we call **starts** 0, 1 and 2. In four bits all linear layers take part, including the head:
 #
 # - **to nearest**: every cast is rounded to nearest, and nothing is rotated;
-# - **gradients by chance**;
-# - **by chance and turned**: the recipe of the table;
+# - **stochastic gradients**;
+# - **stochastic and rotated**: the recipe of the table;
 # - **the head in bfloat16**: the recipe, and the last layer left out of it.
 #
 # **Predict.** Which of the four ends farthest above bfloat16 with the same start?
@@ -675,8 +675,8 @@ plot.lines(
 for seed in (0, 1):
     of_bfloat16 = end_of("bfloat16", seed)
     nearest = end_of("to nearest", seed) - of_bfloat16
-    chance = end_of("gradients by chance", seed) - of_bfloat16
-    print(f"start {seed}: to nearest {nearest:+.3f}, gradients by chance {chance:+.3f}")
+    chance = end_of("stochastic gradients", seed) - of_bfloat16
+    print(f"start {seed}: to nearest {nearest:+.3f}, stochastic gradients {chance:+.3f}")
 
 # %% [markdown]
 # From both starts stochastic rounding recovers most of what rounding to nearest loses. Leaving the head, whose gradients

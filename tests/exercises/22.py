@@ -300,7 +300,7 @@ HADAMARD = Answers(
         "no signs": (changed(" * signs => "), "signs are not used"),
         "signs after": (
             changed(" * signs => ", "(blocks @ (h / 4)) => (blocks @ (h / 4) * signs)"),
-            "before the turn",
+            "before the rotation",
         ),
         "no minus": (changed("[h, -h] => [h, h]"), "length"),
         "another order": (changed("[h, -h] => [-h, h]"), "made of"),
@@ -315,33 +315,33 @@ HADAMARD = Answers(
 # ---- 22.6 the three products
 
 
-def with_contiguous(x, w, dy, quantize, turn):
-    of_tokens = [turn(one.T.contiguous()) for one in (dy, x)]
+def with_contiguous(x, w, dy, quantize, rotate):
+    of_tokens = [rotate(one.T.contiguous()) for one in (dy, x)]
     w4 = quantize(w, square=True)
-    dw = quantize(of_tokens[0], by_chance=True).matmul(quantize(of_tokens[1]).T)
-    return quantize(x).matmul(w4.T), quantize(dy, by_chance=True).matmul(w4), dw
+    dw = quantize(of_tokens[0], stochastic=True).matmul(quantize(of_tokens[1]).T)
+    return quantize(x).matmul(w4.T), quantize(dy, stochastic=True).matmul(w4), dw
 
 
-def from_the_transpose(x, w, dy, quantize, turn):
+def from_the_transpose(x, w, dy, quantize, rotate):
     """The squares of the transpose are the same numbers."""
     w4 = quantize(w.T.contiguous(), square=True).T
     y = torch.einsum("th,fh->tf", quantize(x), w4)
-    dx = torch.einsum("tf,fh->th", quantize(dy, by_chance=True), w4)
-    dw = quantize(turn(dy.T), by_chance=True) @ quantize(turn(x.T)).T
+    dx = torch.einsum("tf,fh->th", quantize(dy, stochastic=True), w4)
+    dw = quantize(rotate(dy.T), stochastic=True) @ quantize(rotate(x.T)).T
     return [y, dx, dw]
 
 
-def the_other_way_round(x, w, dy, quantize, turn):
+def the_other_way_round(x, w, dy, quantize, rotate):
     """dW as the transpose of xᵀ dy."""
     weight = quantize(w, square=True)
-    x_turned = quantize(turn(x.T), by_chance=False)
-    dy_turned = quantize(turn(dy.T), by_chance=True)
-    dw = (x_turned @ dy_turned.T).T
-    return (weight @ quantize(x).T).T, quantize(dy, by_chance=True) @ weight, dw
+    x_rotated = quantize(rotate(x.T), stochastic=False)
+    dy_rotated = quantize(rotate(dy.T), stochastic=True)
+    dw = (x_rotated @ dy_rotated.T).T
+    return (weight @ quantize(x).T).T, quantize(dy, stochastic=True) @ weight, dw
 
 
-GRADIENT = "of_gradient = quantize(turn(dy.T), by_chance=True)"
-INPUT = "of_input = quantize(turn(x.T))"
+GRADIENT = "of_gradient = quantize(rotate(dy.T), stochastic=True)"
+INPUT = "of_input = quantize(rotate(x.T))"
 
 PRODUCTS = Answers(
     solves="products",
@@ -353,50 +353,50 @@ PRODUCTS = Answers(
     },
     wrong={
         "plain": (
-            lambda x, w, dy, quantize, turn: (x @ w.T, dy @ w, dy.T @ x),
+            lambda x, w, dy, quantize, rotate: (x @ w.T, dy @ w, dy.T @ x),
             "none of its operands",
         ),
         "rows for the weight": (changed("(w, square=True) => (w)"), "one scale for a square"),
-        "nearest everywhere": (changed(", by_chance=True => "), "in both of its products"),
+        "nearest everywhere": (changed(", stochastic=True => "), "in both of its products"),
         "chance once": (
-            changed(f"{GRADIENT} => of_gradient = quantize(turn(dy.T))"),
+            changed(f"{GRADIENT} => of_gradient = quantize(rotate(dy.T))"),
             "one of its two products",
         ),
         "chance for x": (
-            changed("y = quantize(x) => y = quantize(x, by_chance=True)"),
+            changed("y = quantize(x) => y = quantize(x, stochastic=True)"),
             "only gradients",
         ),
-        "no turn": (
-            changed("turn(dy.T) => dy.T", "turn(x.T) => x.T"),
-            "neither operand is turned before",
+        "no rotation": (
+            changed("rotate(dy.T) => dy.T", "rotate(x.T) => x.T"),
+            "neither operand is rotated before",
         ),
-        "turned before the transpose": (
-            changed("turn(dy.T) => turn(dy).T", "turn(x.T) => turn(x).T"),
+        "rotated before the transpose": (
+            changed("rotate(dy.T) => rotate(dy).T", "rotate(x.T) => rotate(x).T"),
             "transpose first",
         ),
         "squares for the gradient": (
-            changed("quantize(dy, by_chance=True) => quantize(dy, by_chance=True, square=True)"),
+            changed("quantize(dy, stochastic=True) => quantize(dy, stochastic=True, square=True)"),
             "only the weight has them",
         ),
-        "half a turn": (changed("turn(x.T) => x.T"), "only dy is turned"),
+        "half a rotation": (changed("rotate(x.T) => x.T"), "only dy is rotated"),
         "transposed afterwards": (
             changed(
-                f"{GRADIENT} => of_gradient = quantize(dy, by_chance=True).T",
+                f"{GRADIENT} => of_gradient = quantize(dy, stochastic=True).T",
                 f"{INPUT} => of_input = quantize(x).T",
             ),
             "runs over the tokens",
         ),
-        "turned after the cast": (
+        "rotated after the cast": (
             changed(
-                f"{GRADIENT} => of_gradient = turn(quantize(dy.T, by_chance=True))",
-                f"{INPUT} => of_input = turn(quantize(x.T))",
+                f"{GRADIENT} => of_gradient = rotate(quantize(dy.T, stochastic=True))",
+                f"{INPUT} => of_input = rotate(quantize(x.T))",
             ),
-            "turned before its cast",
+            "rotated before its cast",
         ),
-        "turned along the features": (
+        "rotated along the features": (
             changed(
-                f"{GRADIENT} => of_gradient = quantize(turn(dy), by_chance=True).T",
-                f"{INPUT} => of_input = quantize(turn(x)).T",
+                f"{GRADIENT} => of_gradient = quantize(rotate(dy), stochastic=True).T",
+                f"{INPUT} => of_input = quantize(rotate(x)).T",
             ),
             "along the features",
         ),

@@ -36,12 +36,12 @@ def test_tiles_keep_what_fits_the_range(tile):
 
 def test_a_turn_cancels_in_a_product_and_changes_no_length():
     a, b = torch.randn(2, 20, 64)
-    assert lab.turned(a).norm() == pytest.approx(float(a.norm()), rel=1e-6)
-    product = lab.turned(a) @ lab.turned(b).T
+    assert lab.rotated(a).norm() == pytest.approx(float(a.norm()), rel=1e-6)
+    product = lab.rotated(a) @ lab.rotated(b).T
     assert lab.relative_distance(product, a @ b.T) < 1e-6
     spike = torch.zeros(1, 16)
     spike[0, 3] = 8.0
-    assert lab.turned(spike).abs().tolist() == [[2.0] * 16]
+    assert lab.rotated(spike).abs().tolist() == [[2.0] * 16]
 
 
 def test_squares_of_the_transpose_are_the_transpose_of_the_squares():
@@ -64,19 +64,19 @@ def test_the_layer_of_a_training_makes_the_products_of_the_exercise():
         return lab.to_nvfp4(matrix, generator=again, **how)
 
     rows, grads = x.detach().flatten(0, 1), dy.flatten(0, 1)
-    found = lab.products(rows, w.detach(), grads, quantize, lab.turned)
+    found = lab.products(rows, w.detach(), grads, quantize, lab.rotated)
     assert torch.allclose(y.flatten(0, 1), found[0])
     assert torch.allclose(x.grad.flatten(0, 1), found[1])
     assert torch.allclose(w.grad, found[2])
 
 
-def test_gradients_of_the_logits_lose_their_sum_to_nearest_and_keep_it_by_chance():
+def test_gradients_of_the_logits_lose_their_sum_to_nearest_and_keep_it_by_stochastic_rounding():
     gradient = torch.full((1, 57), 1 / 57)
     gradient[0, 3] -= 1
     assert lab.to_nvfp4(gradient).sum().item() == pytest.approx(-15 / 57, rel=1e-3)
     many = gradient.repeat(4000, 1)
     chance = torch.Generator().manual_seed(1)
-    found = lab.to_nvfp4(many, by_chance=True, generator=chance)
+    found = lab.to_nvfp4(many, stochastic=True, generator=chance)
     assert abs(found.sum(1).mean().item()) < 5 * found.sum(1).std().item() / math.sqrt(4000) + 5e-3
 
 

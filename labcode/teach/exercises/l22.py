@@ -212,7 +212,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 EVEN = (torch.arange(4096) + 0.5) / 4096  # a draw that covers 0 to 1 evenly
 
 
-def by_chance(answer: Callable[..., Any]) -> None:
+def stochastic_rounding(answer: Callable[..., Any]) -> None:
     """The learner's `to_e2m1(x, chance)`."""
     for value in (0.1, 0.3, 0.6, 1.2, 1.75, 2.2, 2.9, 3.6, 4.4, 5.7, -0.1, -1.3, -2.5, -5.0):
         found = _cast_many(answer, value)
@@ -304,13 +304,14 @@ def hadamard(answer: Callable[..., Any]) -> None:
         repeated = signs.repeat(x.shape[-1] // 16)
         length = x.norm().item()
         mistakes = {
-            "it is 4 times too long: a turn leaves the length of 16 numbers as it is": 4 * truth,
+            "it is 4 times too long: a rotation leaves the length of 16 numbers as it is": 4
+            * truth,
             "it is 4 times too short: H has the length 4 in each row": truth / 4,
             "the signs are not used": lab.hadamard(x, ones),
-            "the signs belong before the turn, not after it": lab.hadamard(x, ones) * repeated,
+            "the signs belong before the rotation, not after it": lab.hadamard(x, ones) * repeated,
             "each sign counts twice": lab.hadamard(x, ones) if bool((signs == 1).all()) else False,
             f"the length of the whole was {length:.4g} and is {float(found.norm()):.4g}: H / 4 "
-            "turns, and does not stretch": distance(found.norm(), x.norm()) > 1e-4,
+            "rotates, and does not stretch": distance(found.norm(), x.norm()) > 1e-4,
         }
         otherwise = (
             "the length is right, and the numbers are not: is it x H for each 16 neighbours, with "
@@ -327,18 +328,18 @@ class _Recorder:
 
     def __init__(self, operands: dict[str, Tensor]) -> None:
         self.operands = operands
-        self.by_chance: list[str] = []
+        self.stochastic: list[str] = []
         self.square: list[str] = []
 
-    def __call__(self, x: Tensor, *, square: bool = False, by_chance: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, *, square: bool = False, stochastic: bool = False) -> Tensor:
         names = [name for name, one in self.operands.items() if one.shape in (x.shape, x.T.shape)]
-        self.by_chance += names if by_chance else []
+        self.stochastic += names if stochastic else []
         self.square += names if square else []
         return lab.to_nvfp4(x, square=square)
 
 
 def products(answer: Callable[..., Any]) -> None:
-    """The learner's `products(x, w, dy, quantize, turn)`."""
+    """The learner's `products(x, w, dy, quantize, rotate)`."""
     generator = torch.Generator().manual_seed(3)
     operands = {
         "x": torch.randn(64, 48, generator=generator),
@@ -347,14 +348,14 @@ def products(answer: Callable[..., Any]) -> None:
     }
     operands["x"][5, 7] = 40.0
     seen = _Recorder(operands)
-    result = due(answer(*operands.values(), seen, lab.turned))
+    result = due(answer(*operands.values(), seen, lab.rotated))
     if not isinstance(result, tuple | list) or len(result) != 3:
         raise Hint(f"return y, dx and dw, not {type(result).__name__}")
     y, dx, dw = due(*result)
     x, w, dy = operands.values()
     q = _Recorder(operands)
     squares = q(w, square=True)
-    truths = lab.products(x, w, dy, q, lab.turned)
+    truths = lab.products(x, w, dy, q, lab.rotated)
     for name, one, truth in zip(("y", "dx", "dw"), (y, dx, dw), truths, strict=True):
         tensor(one, truth.shape, what=f"{name} is")
     exact = {"y": x @ w.T, "dx": dy @ w, "dw": dy.T @ x}
@@ -370,8 +371,8 @@ def products(answer: Callable[..., Any]) -> None:
             "w is not quantised": q(x) @ w.T,
             "w has blocks along its rows: a weight has one scale for a square": in_rows["y"],
             "x has squares: only the weight has them": q(x, square=True) @ squares.T,
-            "x and w are turned: forward has no turn, or the weight would have two values": (
-                q(lab.turned(x)) @ q(lab.turned(w), square=True).T
+            "x and w are rotated: forward has no rotation, or the weight would have two values": (
+                q(lab.rotated(x)) @ q(lab.rotated(w), square=True).T
             ),
             "the product was quantised, not its operands": q(exact["y"]),
         },
@@ -379,8 +380,8 @@ def products(answer: Callable[..., Any]) -> None:
             "dy is not quantised": dy @ squares,
             "w is not quantised": q(dy) @ w,
             "dy has squares: only the weight has them": q(dy, square=True) @ squares,
-            "dy is turned, and w is not: the turn must cancel in the product": (
-                q(lab.turned(dy)) @ squares
+            "dy is rotated, and w is not: the rotation must cancel in the product": (
+                q(lab.rotated(dy)) @ squares
             ),
             "w has blocks along one side: quantise it once, by squares, for both products": (
                 in_rows["dx"]
@@ -388,34 +389,34 @@ def products(answer: Callable[..., Any]) -> None:
             f"{along}; is it w itself that is quantised?": q(dy) @ q(w),
         },
         "dw": {
-            "neither operand is turned before its cast": in_rows["dw"],
-            "only dy is turned: the turns must cancel in the product": (
-                q(lab.turned(dy.T)) @ in_columns(q, x)
+            "neither operand is rotated before its cast": in_rows["dw"],
+            "only dy is rotated: the rotations must cancel in the product": (
+                q(lab.rotated(dy.T)) @ in_columns(q, x)
             ),
-            "only x is turned: the turns must cancel in the product": (
-                q(dy.T.contiguous()) @ q(lab.turned(x.T)).T
+            "only x is rotated: the rotations must cancel in the product": (
+                q(dy.T.contiguous()) @ q(lab.rotated(x.T)).T
             ),
             f"{along}. This sum runs over the tokens": q(dy).T @ q(x),
-            "turned along the features and cast along the tokens: transpose first, then turn": (
-                q(lab.turned(dy).T.contiguous()) @ q(lab.turned(x).T.contiguous()).T
+            "rotated along the features and cast along the tokens: transpose first, then rotate": (
+                q(lab.rotated(dy).T.contiguous()) @ q(lab.rotated(x).T.contiguous()).T
             ),
-            "dy is not turned along the tokens: transpose first, then turn": (
-                q(lab.turned(dy).T.contiguous()) @ q(lab.turned(x.T)).T
+            "dy is not rotated along the tokens: transpose first, then rotate": (
+                q(lab.rotated(dy).T.contiguous()) @ q(lab.rotated(x.T)).T
             ),
-            "turned along the features: the turns cancel only along the sum": (
-                q(lab.turned(dy)).T @ q(lab.turned(x))
+            "rotated along the features: the rotations cancel only along the sum": (
+                q(lab.rotated(dy)).T @ q(lab.rotated(x))
             ),
         },
     }
     for name, one, truth in zip(("y", "dx", "dw"), (y, dx, dw), truths, strict=True):
         nothing = {"none of its operands has four bits": exact[name]}
         diagnose(f"{name}: ", one, truth, {**nothing, **tables[name]}, OFF, tolerance=1e-5)
-    gradients = seen.by_chance.count("dy")
+    gradients = seen.stochastic.count("dy")
     mistakes = {
         "the gradient is rounded to nearest in both of its products": gradients == 0,
         "the gradient is rounded by chance in one of its two products": gradients == 1,
         "only gradients are rounded by chance, not x or w: it costs accuracy where a cast is used "
-        "once": len(seen.by_chance) > gradients,
+        "once": len(seen.stochastic) > gradients,
         "w is quantised more than once": seen.square.count("w") > 1,
     }
     refuse(mistakes)
@@ -458,7 +459,7 @@ EXERCISES = {
         ),
     ),
     "22.4": Exercise(
-        check=by_chance,
+        check=stochastic_rounding,
         praise="a neighbour each time, and x on average",
         hints=(
             "As in exercise 18.4: which spacing has e2m1 at x? Below 2 it is 0.5, then 1, then 2.",
@@ -468,7 +469,7 @@ EXERCISES = {
     ),
     "22.5": Exercise(
         check=hadamard,
-        praise="each 16 numbers are turned, and as long as before",
+        praise="each 16 numbers are rotated, and as long as before",
         hints=(
             "Begin with H = [[1]] and double it four times; torch.cat or torch.kron puts four "
             "blocks together.",
@@ -479,11 +480,11 @@ EXERCISES = {
     ),
     "22.6": Exercise(
         check=products,
-        praise="squares for the weight, chance for the gradient, and a turn that cancels",
+        praise="squares for the weight, chance for the gradient, and a rotation that cancels",
         hints=(
             "quantize has its blocks along the rows of what it is given. Along which dim does each "
             "of the three sums run?",
-            "dw sums over the tokens: quantise dy.T and x.T, turned before.",
+            "dw sums over the tokens: quantise dy.T and x.T, rotated before.",
             "The squares of w are the same numbers for w and for its transpose.",
         ),
     ),

@@ -134,7 +134,7 @@ def with_massive_numbers(size: float) -> Tensor:
 
 
 def hadamard(x: Tensor, signs: Tensor) -> Tensor:
-    """Exercise 22.5, finished: each 16 neighbours of the last dim, turned together.
+    """Exercise 22.5, finished: each 16 neighbours of the last dim, rotated together.
 
     Args:
         x: [.., n]; n is a multiple of 16.
@@ -150,7 +150,7 @@ def hadamard(x: Tensor, signs: Tensor) -> Tensor:
 SIGNS = torch.where(torch.rand(BLOCK, generator=torch.Generator().manual_seed(1)) < 0.5, -1.0, 1.0)
 
 
-def turned(x: Tensor) -> Tensor:
+def rotated(x: Tensor) -> Tensor:
     """`hadamard` with one choice of signs."""
     return hadamard(x, SIGNS)
 
@@ -159,7 +159,7 @@ def to_nvfp4(
     x: Tensor,
     *,
     square: bool = False,
-    by_chance: bool = False,
+    stochastic: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """What a matrix [R, C] becomes in NVFP4; blocks of 16 along its rows.
@@ -167,7 +167,7 @@ def to_nvfp4(
     Args:
         x: float32. Rows, and for squares columns too, are filled up with zeros to whole blocks.
         square: A scale for each 16 x 16 numbers.
-        by_chance: Stochastic rounding.
+        stochastic: Stochastic rounding.
         generator: Of the chance.
     """
     rows, columns = x.shape
@@ -176,7 +176,7 @@ def to_nvfp4(
     if square:
         found = formats.cast_squares(padded, formats.NVFP4)
     else:
-        rounding: formats.Rounding = "stochastic" if by_chance else "nearest"
+        rounding: formats.Rounding = "stochastic" if stochastic else "nearest"
         found = formats.cast_blocks(padded, formats.NVFP4, rounding=rounding, generator=generator)
     return found[:rows, :columns]
 
@@ -186,13 +186,13 @@ class Recipe:
     """What a training in NVFP4 does beside the cast.
 
     Args:
-        by_chance: Gradients are rounded by chance.
-        is_turned: The operands of the weight gradient go through `turned`.
+        stochastic: Gradients are rounded by chance.
+        is_rotated: The operands of the weight gradient go through `rotated`.
         head_too: The last layer computes in four bits as well.
     """
 
-    by_chance: bool = True
-    is_turned: bool = True
+    stochastic: bool = True
+    is_rotated: bool = True
     head_too: bool = True
 
 
@@ -201,7 +201,7 @@ def products(
     w: Tensor,
     dy: Tensor,
     quantize: Callable[..., Tensor],
-    turn: Callable[[Tensor], Tensor],
+    rotate: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exercise 22.6, finished: the three products of a linear layer, (y, dx, dw).
 
@@ -210,12 +210,12 @@ def products(
         w: [F, H]
         dy: [T, F]
         quantize: As `to_nvfp4`.
-        turn: As `turned`.
+        rotate: As `rotated`.
     """
     weight = quantize(w, square=True)
     y = quantize(x) @ weight.T
-    dx = quantize(dy, by_chance=True) @ weight
-    dw = quantize(turn(dy.T), by_chance=True) @ quantize(turn(x.T)).T
+    dx = quantize(dy, stochastic=True) @ weight
+    dw = quantize(rotate(dy.T), stochastic=True) @ quantize(rotate(x.T)).T
     return y, dx, dw
 
 
@@ -236,10 +236,10 @@ class _FourBits(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         rows, weight = ctx.saved_tensors
         dy = grads[0].flatten(0, -2).float()
-        how = {"by_chance": ctx.recipe.by_chance, "generator": ctx.chance}
-        turn = turned if ctx.recipe.is_turned else torch.clone
+        how = {"stochastic": ctx.recipe.stochastic, "generator": ctx.chance}
+        rotate = rotated if ctx.recipe.is_rotated else torch.clone
         dx = to_nvfp4(dy, **how) @ weight
-        dw = to_nvfp4(turn(dy.T), **how) @ to_nvfp4(turn(rows.T)).T
+        dw = to_nvfp4(rotate(dy.T), **how) @ to_nvfp4(rotate(rows.T)).T
         return dx.to(ctx.like.dtype).view_as(ctx.like), dw, None, None
 
 
@@ -296,9 +296,9 @@ def operands_of_the_head(steps: int = 80) -> tuple[Tensor, Tensor]:
 
 RUNS: dict[str, Recipe | None] = {
     "bfloat16": None,
-    "to nearest": Recipe(by_chance=False, is_turned=False),
-    "gradients by chance": Recipe(is_turned=False),
-    "by chance and turned": Recipe(),
+    "to nearest": Recipe(stochastic=False, is_rotated=False),
+    "stochastic gradients": Recipe(is_rotated=False),
+    "stochastic and rotated": Recipe(),
     "the head in bfloat16": Recipe(head_too=False),
 }
 
@@ -335,7 +335,7 @@ def all_trained(ranks: Any, steps: int = STEPS) -> dict[tuple[str, int], list[fl
     for run in RUNS:
         if run != "bfloat16":
             jobs.append((run, 0))
-    jobs += [("to nearest", 1), ("gradients by chance", 1)]
+    jobs += [("to nearest", 1), ("stochastic gradients", 1)]
     jobs.sort(key=lambda job: job[0] == "bfloat16")  # the long ones first
     found: dict[tuple[str, int], list[float]] = {}
     for share in ranks.run(my_share, jobs, steps):

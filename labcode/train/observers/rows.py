@@ -147,7 +147,7 @@ class Rows(Observer):
 
 
 def _flops_per_sample(training: Training) -> int:
-    """FLOPs of forward and backward of a sample, with adapters, without what frozen weights spare."""
+    """FLOPs of a sample, forward and backward: with adapters, less what frozen weights spare."""
     model_config = training.task.model_config
     flops = training_flops_per_sample(model_config)
     if not training.config.train.freeze and not training.config.lora.rank:
