@@ -43,7 +43,12 @@ def supervised_start(
 ) -> None:
     """Train on right answers for a few steps, so that some answers of the model are right.
 
-    Where none is, every reward of a group is 0 and GRPO has nothing to learn from.
+    Where none is, every reward of a group is 0 and GRPO has nothing to learn from. Measured with a
+    GPT of 2 layers and 32 features, depth 6, 16 prompts of 16 answers, AdamW at 1e-3 and five
+    seeds, as the mean reward of steps 0 to 9 and of steps 50 to 59 of GRPO:
+
+        after 120 steps    .82 .63 .65 .88 .23   ->   .91 .93 .89 .97 .76
+        after 90 steps     .34 .48 .28 .35 .12   ->   .79 .84 .76 .84 .13
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     for _ in range(steps):
