@@ -71,8 +71,10 @@ SUBJECTS = {
     # the answers that need real processes; the others are tried in every run
     "tests/exercises/*": [
         "labcode/teach/check.py",
+        "labcode/teach/exercises/contract.py",
         "labcode/teach/exercises/expect.py",
         "labcode/teach/exercises/simulated/*",
+        "labcode/teach/exercises/solution.py",
     ],
     "tests/notebooks/test_book_pages.py": ["book/*", "tools/book*.py", "solutions/*.ipynb"],
     "tests/notebooks/test_browser.py": ["tools/jupyter/*", "tools/build_notebooks.py"],

@@ -18,7 +18,7 @@ import re
 import textwrap
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -105,11 +105,14 @@ class Exercise:
         hints: Each says a little more than the one before; none of them the answer.
         check: What judges an answer: it is given what the check cell gives after the number, raises
             `Hint` where that is wrong, and may return what else there is to say of a right one.
+        mistakes: What the check looks for, with examples (`labcode.teach.exercises.contract`); the
+            tests try them.
     """
 
     praise: str = ""
     hints: tuple[str, ...] = ()
     check: Callable[..., Any] | None = None
+    mistakes: Sequence[Any] = ()
 
 
 class _Verdict(NamedTuple):
