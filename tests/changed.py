@@ -70,6 +70,7 @@ SUBJECTS = {
     "tests/ranks/test_dry_run.py": ["labcode/perf/*", "labcode/train/dry_run.py"],
     # the answers that need real processes; the others are tried in every run
     "tests/exercises/*": [
+        "labcode/teach/answer.py",
         "labcode/teach/check.py",
         "labcode/teach/exercises/contract.py",
         "labcode/teach/exercises/expect.py",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labcode.teach.check import Hint
+from labcode.teach.answer import Hint
 from labcode.teach.exercises import solution
 from labcode.teach.exercises.contract import Case, Contract, Mistake, alike, differs, not_things
 from labcode.teach.exercises.solution import Solution

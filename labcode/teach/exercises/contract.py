@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from labcode.teach.check import Hint, due, is_stub
+from labcode.teach.answer import Hint, due, is_stub
 from labcode.teach.exercises.expect import TOLERANCE, distance
 from labcode.teach.exercises.in_notebook import LOOP, bounded, without
 from labcode.teach.exercises.solution import Example, Solution

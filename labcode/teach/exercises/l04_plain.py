@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from labcode.teach.check import Hint
+from labcode.teach.answer import Hint
 from labcode.teach.exercises import scripts
 from labcode.teach.exercises.expect import refuse
 from labcode.teach.exercises.l04_plain_probe import FOUND, NEEDS, PROBES

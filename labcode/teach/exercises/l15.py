@@ -11,7 +11,7 @@ from labcode.config import GPTConfig
 from labcode.perf.alpha_beta import Link
 from labcode.perf.step import ClusterModel, DataParallel, iteration_parts
 from labcode.slurm.script.job import Job
-from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.exercises.contract import (
     Contract,
     Mistake,

@@ -15,7 +15,7 @@ from labcode.perf import plan as perf_plan
 from labcode.perf import two_level
 from labcode.perf.alpha_beta import Link
 from labcode.perf.transformer import Transformer
-from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.exercises.contract import (
     ONE_NUMBER,
     Case,
