@@ -15,24 +15,18 @@ ANSWERS = {
 }
 """
 
-import ast
-import functools
-import linecache
+import importlib
+import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import jupytext
-
 from labcode.pool.ranks import Ranks
+from labcode.teach.exercises.solution import Solution, cell_that_defines
 from tools import course_map
 
-SOLUTIONS = Path(__file__).resolve().parents[1] / "solutions"
 MIN_RIGHT = 3
 MIN_WRONG = 5
-ARROW = " => "
-RUNS = (ast.Call, ast.comprehension, ast.Subscript)  # in a value: it is computed, no constant
 THE_SOLUTION = "the lesson's solution"
 
 
@@ -87,6 +81,24 @@ class Answers:
         return self.right
 
 
+def of_the_check(exercise: str) -> dict[str, tuple[Any, str]]:
+    """The examples of mistakes that stand in the check itself, as wrong answers.
+
+    Args:
+        exercise: "15.2".
+    """
+    lesson, _, _ = exercise.partition(".")
+    checks = importlib.import_module(f"labcode.teach.exercises.l{lesson:>02}")
+    found = {}
+    for mistake in checks.EXERCISES[exercise].mistakes:
+        pieces = [literal for literal, *_ in string.Formatter().parse(mistake.hint)]
+        hint = max(pieces, key=len)
+        for example in mistake.like:
+            changes = (example,) if isinstance(example, str) else example
+            found[f"{hint[:30]}: {' and '.join(changes)}"] = (Changed(changes), hint)
+    return found
+
+
 # ---- the solution's text
 
 
@@ -97,7 +109,7 @@ def solution_of(lesson: str, name: str) -> str:
         lesson: "05", or "13b".
         name: Of a function, a class or a value.
     """
-    _, cell = _cell_that_defines(lesson, name)
+    _, cell = cell_that_defines(lesson, name)
     return cell
 
 
@@ -109,94 +121,11 @@ def answer(exercise: str, kept: Answers, value: Any) -> tuple[Any, ...]:
         kept: Its answers.
         value: One of them.
     """
-    if not isinstance(value, Changed):
-        return value if isinstance(kept.solves, tuple) else (value,)
-    names = kept.solves if isinstance(kept.solves, tuple) else (kept.solves,)
-    lesson = course_map.source_of_exercise(exercise).stem
-    cells = dict(_cell_that_defines(lesson, name) for name in names)
-    unused = set(value.changes)
-    namespace = _names_before(lesson, min(cells))
-    for number, text in sorted(cells.items()):
-        for change in value.changes:
-            old, arrow, new = change.partition(ARROW)
-            assert arrow, f"a change is 'old => new', and not {change!r}"
-            if old in text:
-                text = text.replace(old, new)
-                unused.discard(change)
-        _execute(text, f"<ipython exercise {exercise}, cell {number}>", namespace)
-    assert not unused, f"the solution of {exercise} has nothing of {sorted(unused)}"
-    return tuple(namespace[name] for name in names)
-
-
-@functools.cache
-def _cells(lesson: str) -> tuple[str, ...]:
-    """The code cells of a lesson, without the marks of its solutions."""
-    (path,) = SOLUTIONS.glob(f"{lesson}*.py")
-    notebook = jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent")
-    found = []
-    for cell in notebook.cells:
-        if cell.cell_type != "code":
-            continue
-        lines = [line for line in cell.source.splitlines() if "### " not in line]
-        found.append("\n".join(lines) + "\n")
-    return tuple(found)
-
-
-def _cell_that_defines(lesson: str, name: str) -> tuple[int, str]:
-    """(number, text) of the last cell that defines a name at its top level."""
-    for number, text in reversed(list(enumerate(_cells(lesson)))):
-        if name in text and name in _defined(text):
-            return number, text
-    raise KeyError(f"no cell of lesson {lesson} defines {name}")
-
-
-def _defined(text: str) -> set[str]:
-    names = set()
-    for statement in _statements(text):
-        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            names.add(statement.name)
-        if isinstance(statement, ast.Assign):
-            names |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
-    return names
-
-
-def _statements(text: str) -> list[ast.stmt]:
-    try:
-        return ast.parse(text).body
-    except SyntaxError:  # a cell with a magic
-        return []
-
-
-def _names_before(lesson: str, number: int) -> dict[str, Any]:
-    """What a solution may use: of the cells above it functions, classes and constants; all imports.
-
-    A learner who wants a name that the lesson imports further below imports it too.
-    """
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    for place, text in enumerate(_cells(lesson)):
-        for statement in _statements(text):
-            is_import = isinstance(statement, (ast.Import, ast.ImportFrom))
-            if is_import or (place < number and _is_definition(statement, namespace)):
-                source = ast.get_source_segment(text, statement)
-                assert source is not None
-                decorators = getattr(statement, "decorator_list", [])
-                above = [f"@{ast.unparse(one)}\n" for one in decorators]
-                _execute("".join(above) + source, f"<lesson {lesson}>", namespace)
-    return namespace
-
-
-def _is_definition(statement: ast.stmt, known: Mapping[str, Any]) -> bool:
-    """Whether it is an import, a function, a class, or a value of constants and known names."""
-    if isinstance(statement, ast.Assign):
-        parts = list(ast.walk(statement.value))
-        names = [part.id for part in parts if isinstance(part, ast.Name)]
-        calls = [part for part in parts if isinstance(part, RUNS)]
-        changes = [target for target in statement.targets if isinstance(target, ast.Subscript)]
-        return not calls and not changes and all(name in known for name in names)
-    return isinstance(statement, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef))
-
-
-def _execute(source: str, name: str, namespace: dict[str, Any]) -> None:
-    """Run a text whose lines `inspect` and tracebacks can show."""
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    exec(compile(source, name, "exec"), namespace)
+    several = isinstance(kept.solves, tuple)
+    if isinstance(value, Changed):
+        names = kept.solves if isinstance(kept.solves, tuple) else (kept.solves,)
+        lesson, _, _ = course_map.source_of_exercise(exercise).stem.partition("_")
+        cell = f"<ipython exercise {exercise}, cell {{number}}>"  # as tracebacks know a learner's
+        value = Solution(lesson, *names, cell=cell).changed(*value.changes)
+        several = len(names) > 1
+    return tuple(value) if several else (value,)

@@ -70,9 +70,12 @@ SUBJECTS = {
     "tests/ranks/test_dry_run.py": ["labcode/perf/*", "labcode/train/dry_run.py"],
     # the answers that need real processes; the others are tried in every run
     "tests/exercises/*": [
+        "labcode/teach/answer.py",
         "labcode/teach/check.py",
+        "labcode/teach/exercises/contract.py",
         "labcode/teach/exercises/expect.py",
         "labcode/teach/exercises/simulated/*",
+        "labcode/teach/exercises/solution.py",
     ],
     "tests/notebooks/test_book_pages.py": ["book/*", "tools/book*.py", "solutions/*.ipynb"],
     "tests/notebooks/test_browser.py": ["tools/jupyter/*", "tools/build_notebooks.py"],

@@ -6,6 +6,7 @@ answers), the instructor's pages, benchmarks and the tools of authors. The links
 from the notebooks, and what git does not know is not copied. labcode stays whole: it holds the
 library's own version of what learners write, which the lessons show behind each exercise; the files
 `labcode/teach/labs/l*_by_hand.py` are closest to answers, and later cells of the lessons need them.
+The checks run the solutions, which are there for them in a packed file that nobody reads by chance.
 
 python -m tools.handout [FOLDER]
 
@@ -24,6 +25,7 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
+from labcode.teach.exercises import solution
 from tools import build_notebooks, course_map, fingerprint, lesson_source
 from tools.decorate import Headline
 
@@ -146,6 +148,7 @@ def write(out: Path, root: Path = ROOT) -> Path:
         page = Path("book", "guide", f"{name}.md")
         text = guide_page((root / page).read_text(encoding="utf-8"))
         (out / page).write_text(text, encoding="utf-8")
+    (out / solution.PACKED.relative_to(solution.ROOT)).write_bytes(solution.packed(root))
     text = makefile((root / "Makefile").read_text(encoding="utf-8"))
     (out / "Makefile").write_text(text, encoding="utf-8")
     return pack(out)

@@ -1,5 +1,6 @@
 """What lessons use and no other room: nothing else of labcode imports this one.
 
+answer.py    what an exercise is, and what its check says of an answer
 check.py     what lessons import: check(), which runs an exercise's check and says what is wrong;
              hint(); with compare.py, a prediction beside a measurement, and show.py, show_source()
 progress.py  the status line of a long cell; noting what has passed

@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from answers import Answers, changed
+from answers import Answers, changed, of_the_check
 
 from labcode.teach.exercises import l20
 from labcode.teach.labs import l20_plan as lab
@@ -29,43 +29,11 @@ def in_one_line(s):
     )
 
 
-WITH_BIASES_OF_ATTENTION = "hidden * qkv + qkv + hidden * hidden + hidden"
-WITH_BIASES_OF_MLP = "hidden * shape.ffn + shape.ffn + shape.ffn * hidden + hidden"
-
 PARAMETERS = Answers(
     solves="parameters",
     takes_ranks=False,
     right={"linear layers": by_products, "in one line": in_one_line},
-    wrong={
-        "12 L h^2": (
-            changed("shape.layers * (attention + mlp + norms) => 12 * shape.layers * hidden**2"),
-            "one bias has its length",
-        ),
-        "the head twice": (
-            changed("(shape.vocab + shape.tokens) => (2 * shape.vocab + shape.tokens)"),
-            "is the head a second table",
-        ),
-        "no positions": (
-            changed("(shape.vocab + shape.tokens) => shape.vocab"),
-            "a row for each position",
-        ),
-        "no last norm": (changed("* hidden + 2 * hidden => * hidden"), "after the last block"),
-        "one norm in a block": (changed("4 * hidden => 2 * hidden"), "which of them is miscounted"),
-        "no biases": (
-            changed(
-                f"{WITH_BIASES_OF_ATTENTION} => hidden * qkv + hidden * hidden",
-                f"{WITH_BIASES_OF_MLP} => 2 * hidden * shape.ffn",
-            ),
-            "one bias has its length",
-        ),
-        "kv_heads ignored": (changed("shape.kv_heads => shape.heads"), "keys and values"),
-        "ffn ignored": (changed("shape.ffn => 4 * hidden"), "feature more inside the MLP"),
-        "a model counted": (lab.count_weights, "labcode's own answer"),
-        "labcode.perf": (
-            changed("hidden = shape.hidden => return lab.transformer(shape).num_parameters"),
-            "labcode's own answer",
-        ),
-    },
+    wrong=of_the_check("20.1") | {"labcode's own": (lab.count_weights, "labcode's own answer")},
 )
 
 # ---- 20.2 FLOPs
@@ -90,44 +58,11 @@ def by_forward_and_backward(shape, samples, causal=False, checkpointing="none"):
     return passes + forward(0) if checkpointing != "none" else passes
 
 
-ATTENTION = "4 * tokens * shape.tokens * shape.hidden"
-HALF = "attention = attention / 2"
-TOTAL = "forwards_of_layers * layers + 3 * head"
-
 FLOPS = Answers(
     solves="flops",
     takes_ranks=False,
     right={"for each token": for_each_token, "forward and backward": by_forward_and_backward},
-    wrong={
-        "forward alone": (changed(f"{TOTAL} => layers + head"), "a forward alone"),
-        "6 N D": (changed(f"{TOTAL} => 6 * parameters(shape) * tokens"), "tables that are looked"),
-        "6 N D by labcode": (
-            changed(f"{TOTAL} => 6 * lab.parameters(shape) * tokens"),
-            "labcode's own answer",
-        ),
-        "no attention": (changed(f"{ATTENTION} => 0"), "attention, which have no weights"),
-        "one product of attention": (changed("4 * tokens => 2 * tokens"), "one of its two"),
-        "no head": (changed("layers + 3 * head => layers"), "the head is missing"),
-        "the mask ignored": (changed(f"{HALF} => pass"), "half of the table"),
-        "the mask halves all": (
-            changed(f"{HALF} => {HALF}\n        tokens = tokens / 2"),
-            "nothing else gets less",
-        ),
-        "the head is repeated": (
-            changed("+ 3 * head => + forwards_of_layers * head"),
-            "the head is not checkpointed",
-        ),
-        "checkpointing ignored": (
-            changed('4 if checkpointing == "full" else 3 => 3'),
-            "one more forward",
-        ),
-        "samples ignored": (changed("samples * shape.tokens => shape.tokens"), "three times as"),
-        "a plain GPT always": (
-            changed("lab.products(shape) => 12 * shape.hidden**2"),
-            "is 12 h^2 in your code",
-        ),
-        "a multiply-add is one": (changed(f"{TOTAL} => ({TOTAL}) / 2"), "two FLOPs"),
-    },
+    wrong=of_the_check("20.2"),
 )
 
 # ---- 20.3 memory
@@ -154,13 +89,6 @@ def by_a_loop(shape, layout, global_batch):
 
 WEIGHTS = "layers * lab.products(shape) + shape.vocab * shape.hidden"
 ALL_WEIGHTS = f"{WEIGHTS} + (13 * layers + shape.tokens + 2) * shape.hidden"
-MICRO_BATCHES = "global_batch // (layout.dp * layout.micro_batch)"
-UNDER_WAY = "min(layout.pp, micro_batches)"
-FULLER = "max(first, last)"
-FIRST = "first = layers * under_way * kept + again"
-WITH_ITS_LOGITS = (
-    "first = layers * under_way * kept + (max(logits, again) if layout.pp == 1 else again)"
-)
 
 MEMORY = Answers(
     solves="memory",
@@ -169,56 +97,7 @@ MEMORY = Answers(
         "every stage": by_a_loop,
         "biases, norms, positions": changed(f"{WEIGHTS} => {ALL_WEIGHTS}"),
     },
-    wrong={
-        "states alone": (
-            changed(f"states + {FULLER} => states"),
-            "what the layers keep and what passes",
-        ),
-        "no logits": (
-            changed("10 * tokens * shape.vocab / layout.tp => 0.0"),
-            "this is missing: what passes",
-        ),
-        "all micro-batches": (
-            changed(f"{UNDER_WAY} => micro_batches"),
-            "one micro-batch is done before",
-        ),
-        "zero ignored": (changed("layout.zero => 0"), "stage 1 cuts the optimizer alone"),
-        "ZeRO everywhere": (
-            changed("layout.zero => 3 if layout.zero else 0"),
-            "stage 1 cuts the optimizer alone",
-        ),
-        "tp ignored": (changed("/ layout.tp => / 1"), "tp cuts weights, activations and logits"),
-        "pp ignored": (changed("layout.pp => 1"), "how many micro-batches are under way"),
-        "one under way": (changed(f"{UNDER_WAY} => 1"), "how many micro-batches are under way"),
-        "pp under way": (changed(f"{UNDER_WAY} => layout.pp"), "than there are"),
-        "m without dp and micro-batch": (
-            changed(f"{MICRO_BATCHES} => global_batch"),
-            "does one replica have",
-        ),
-        "m without dp": (
-            changed(f"{MICRO_BATCHES} => global_batch // layout.micro_batch"),
-            "does one replica have",
-        ),
-        "m without micro-batch": (
-            changed(f"{MICRO_BATCHES} => global_batch // layout.dp"),
-            "does one replica have",
-        ),
-        "the first stage alone": (
-            changed(f"{FIRST} => {WITH_ITS_LOGITS}", f"{FULLER} => first"),
-            "the last stage is the fullest",
-        ),
-        "checkpointing ignored": (
-            changed('layout.checkpointing == "full" => False'),
-            "keeps its input alone",
-        ),
-        "no second forward": (changed("again = whole - kept => again = 0.0"), "computed again"),
-        "in GiB": (changed(f"states + {FULLER} => (states + {FULLER}) / 2**30"), "are these bytes"),
-        "labcode's own": (lab.memory, "labcode's own answer"),
-        "nothing is computed again on the first stage": (
-            changed("under_way * kept + again => under_way * kept"),
-            "full checkpointing in four stages, few words",
-        ),
-    },
+    wrong=of_the_check("20.3") | {"labcode's own": (lab.memory, "labcode's own answer")},
 )
 
 # ---- 20.4 the rule of two levels
@@ -243,33 +122,11 @@ def without_ceil(cluster, ranks, stride):
     return min(links) if per_node > 1 or nodes == 1 else links[-1]
 
 
-NODES = "math.ceil(ranks / per_node)"
-FARTHEST = "math.ceil(ranks * stride / cluster.gpus_per_node)"
-
 BUS = Answers(
     solves="bus_bytes_per_s",
     takes_ranks=False,
     right={"counts nodes": by_counting, "a list": without_ceil},
-    wrong={
-        "always inside": (changed("nodes == 1 => True"), "one rank in each of two nodes"),
-        "the adapter": (
-            changed(" * (ranks - 1) / (nodes - 1) => "),
-            "who sends how much over it",
-        ),
-        "stride ignored": (
-            changed("cluster.gpus_per_node // stride => cluster.gpus_per_node"),
-            "one rank in each of two nodes",
-        ),
-        "no limit": (changed("min(inside, between) => between"), "which is the limit"),
-        "whole nodes": (changed(f"{NODES} => max(1, ranks // per_node)"), "half full"),
-        "n / k": (
-            changed("(ranks - 1) / (nodes - 1) => ranks / nodes"),
-            "who sends how much over it",
-        ),
-        "more nodes than ranks": (changed(f"{NODES} => {FARTHEST}"), "two nodes at most"),
-        "eight in a node": (changed("cluster.gpus_per_node => 8"), "on another cluster"),
-        "labcode's own": (lab.bus_bytes_per_s, "labcode's own answer"),
-    },
+    wrong=of_the_check("20.4") | {"labcode's own": (lab.bus_bytes_per_s, "labcode's own answer")},
 )
 
 # ---- 20.5 the step
@@ -335,98 +192,11 @@ def by_the_bubble(shape, layout, global_batch, cluster):
     return total * (1 + (layout.pp - 1) / m) + tail
 
 
-STEP_S = "(micro_batches + pp - 1) * box_s + dp_s"
-PRODUCTS = "products_s"
-HIDDEN = "min(box_s, 1.5 * dp_s)"
-
 STEP = Answers(
     solves="step_s",
     takes_ranks=False,
     right={"in pieces": in_pieces, "by the bubble": by_the_bubble},
-    wrong={
-        "products alone": (
-            changed(f"{STEP_S} => micro_batches * {PRODUCTS}"),
-            "missing: the all-reduces of tp",
-        ),
-        "no bubble": (changed("micro_batches + pp - 1 => micro_batches"), "missing: the bubble"),
-        "one micro-batch": (changed("global_batch // (dp * micro_batch) => 1"), "one after the"),
-        "checkpointing ignored": (
-            changed("checkpointing=checkpointing => checkpointing='none'"),
-            "that is repeated takes time",
-        ),
-        "four of six": (
-            changed('6 if checkpointing == "full" else 4 => 4'),
-            "its two all-reduces again",
-        ),
-        "all layers on each stage": (
-            changed("shape.layers / pp => shape.layers"),
-            "part of the layers' all-reduces",
-        ),
-        "whole messages": (changed("act / tp => act"), "a rank of tp sends its part"),
-        "dp are neighbours": (changed("cluster, dp, tp, => cluster, dp, 1,"), "tp apart"),
-        "no overlap of dp": (
-            changed("dp_s += 0.15 * hidden_s - hidden_s => pass"),
-            "which the last backward can hide",
-        ),
-        "hidden for nothing": (
-            changed("dp_s += 0.15 * hidden_s - hidden_s => dp_s -= hidden_s"),
-            "missing: what is left of the gradients' travel",
-        ),
-        "behind all of backward": (
-            changed("2 / 3 * products_s => 2 / 3 * products_s * micro_batches"),
-            "no more than its own length",
-        ),
-        "the gather hidden too": (
-            changed("dp_s if zero == 0 else dp_s / 2 => dp_s"),
-            "comes after the optimizer",
-        ),
-        "gradients in each micro-batch": (
-            changed("* box_s + dp_s => * box_s + micro_batches * dp_s"),
-            "one all-reduce",
-        ),
-        "all gradients": (
-            changed("lab.parameters(shape) / (tp * pp) => lab.parameters(shape)"),
-            "part of the gradients",
-        ),
-        "ZeRO-3 as no ZeRO": (changed("zero == 3 => False"), "nothing is left to do at the end"),
-        "nothing hidden": (changed(f"{HIDDEN} => 0.0"), "hidden"),
-        "behind products alone": (
-            changed(f"{HIDDEN} => min({PRODUCTS}, 1.5 * dp_s)"),
-            "tp's",
-        ),
-        "all hidden": (changed(f"{HIDDEN} => 1.5 * dp_s"), "the rest counts whole"),
-        "labcode's own": (lab.step_s, "labcode's own answer"),
-        "ZeRO-2 as ZeRO-3": (
-            changed("if zero == 3: => if zero >= 2:"),
-            "zero=2, micro_batch=1, checkpointing='none') over a fast network",
-        ),
-        "ZeRO-3 hides behind messages": (
-            changed(
-                "    dp_s = lab.all_reduce_s =>     if pp > 1:\n"
-                "        box_s += 2 * lab.send_s(cluster, layout, act / tp)\n"
-                "    dp_s = lab.all_reduce_s",
-                "    if pp > 1:\n        box_s += 2 * lab.send_s(cluster, layout, act / tp)\n"
-                "    return =>     return",
-            ),
-            "each part alone was right",
-        ),
-        "m + pp boxes": (
-            changed("(micro_batches + pp - 1) => (micro_batches + pp)"),
-            "the step is one box too long",
-        ),
-        "messages in one stage": (
-            changed("if pp > 1: => if True:"),
-            "the messages between stages are in it, and there is one stage only",
-        ),
-        "checkpointing as a truth": (
-            changed('if checkpointing == "full" => if checkpointing'),
-            'is a text, and "none" counts as true',
-        ),
-        "messages from three stages on": (
-            changed("if pp > 1: => if pp > 2:"),
-            "pp=2, tp=1, zero=0",
-        ),
-    },
+    wrong=of_the_check("20.5") | {"labcode's own": (lab.step_s, "labcode's own answer")},
 )
 
 # ---- 20.6 the search
@@ -481,58 +251,11 @@ def filtered(shape, cluster, gpus, global_batch):
     return sorted(found)
 
 
-ASK = "needed = lab.memory(shape, layout, global_batch)"
-TIME = "seconds = lab.step_s(shape, layout, global_batch, cluster)"
-INDENT = 24 * " "
-MICRO_BATCHES_OF = "lab.divisors(global_batch // dp)"
-
 SEARCH = Answers(
     solves="search",
     takes_ranks=False,
     right={"by product": by_product, "filtered": filtered},
-    wrong={
-        "tp over nodes": (
-            changed("tp > cluster.gpus_per_node or shape => shape"),
-            "must stay in one node",
-        ),
-        "kv_heads ignored": (
-            changed("shape.kv_heads % tp or shape.ffn => shape.ffn"),
-            "divide the key/value heads",
-        ),
-        "the MLP ignored": (changed(" or shape.ffn % tp: => :"), "the features of the MLP"),
-        "time first": (
-            changed(f"{ASK} => {TIME}\n{INDENT}{ASK}"),
-            "is to be left out before that",
-        ),
-        "uneven stages": (changed("shape.layers % pp or global => global"), "every stage must"),
-        "what is reserved": (changed("needed + lab.RESERVED_BYTES => needed"), "beside what is"),
-        "memory ignored": (
-            changed("needed + lab.RESERVED_BYTES > cluster.memory_bytes => False"),
-            "left out before that: it needs",
-        ),
-        "every stage of ZeRO": (
-            changed("lab.stages_of_zero(dp, pp) => range(4)"),
-            "is not among those",
-        ),
-        "no ZeRO": (changed("lab.stages_of_zero(dp, pp) => (0,)"), "none of yours has zero"),
-        "micro-batch 1": (changed(f"{MICRO_BATCHES_OF} => [1]"), "none of yours has micro_batch"),
-        "powers of two": (
-            changed(f"{MICRO_BATCHES_OF} => {{1, 2, 4, 8, 16}} & {{*{MICRO_BATCHES_OF}}}"),
-            "none of yours has micro_batch",
-        ),
-        "no checkpointing": (changed('"none", "full" => "none",'), "none of yours has checkpoint"),
-        "not sorted": (changed("sorted(found) => found"), "the fastest layout comes first"),
-        "bytes first": (
-            changed("(seconds, needed, layout) => (needed, seconds, layout)"),
-            "seconds come first",
-        ),
-        "layouts alone": (
-            changed("(seconds, needed, layout) => layout"),
-            "each entry is (seconds, bytes, layout)",
-        ),
-        "the best alone": (changed("sorted(found) => sorted(found)[:1]"), "1 layout, expected"),
-        "labcode's own": (lab.search, "labcode's own answer"),
-    },
+    wrong=of_the_check("20.6") | {"labcode's own": (lab.search, "labcode's own answer")},
 )
 
 # ---- 20.7 a plan

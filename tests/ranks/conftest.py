@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import Hint
+from labcode.teach.answer import Hint
 
 
 @pytest.fixture(scope="session")

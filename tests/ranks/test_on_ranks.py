@@ -12,7 +12,8 @@ import torch.distributed as dist
 from labcode.comm.grid import group_of
 from labcode.pool.answers import LateError
 from labcode.pool.limits import limited
-from labcode.teach.check import Exercise, Hint, check
+from labcode.teach.answer import Exercise, Hint
+from labcode.teach.check import check
 from labcode.teach.exercises import expect
 
 

@@ -16,7 +16,7 @@ from labcode.minislurm import Cluster, needs
 from labcode.minislurm.place import base
 from labcode.slurm.lint.model import BatchJob
 from labcode.slurm.script.job import Job
-from labcode.teach.check import Hint
+from labcode.teach.answer import Hint
 from labcode.teach.exercises import l14
 from labcode.teach.labs import l14_cluster
 from labcode.teach.labs.l14_scripts import Ended

@@ -27,7 +27,7 @@ NOT_FOR_DATA = {"perf", "slurm"}
 RANK_AWARE = ("labcode.comm", "labcode.parallel", "torch.distributed")
 GROUP_MAKERS = {"new_group", "new_subgroups", "split_group"}
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv", "expandvars")
-DRAW_FIGURES = {"images.py", "maps.py"}  # of tools/: the figures of lessons, for other pages
+USE_TEACH = {"images.py", "maps.py", "handout.py"}  # of tools/: figures; solutions, packed
 READS_ENVIRONMENT = (
     "labcode.comm.bootstrap",
     "labcode.doctor.__main__",  # looks for what is wrong in it
@@ -120,9 +120,21 @@ def climbs(modules):
                 yield f"{name} ({room}) imports {target} ({other})"
 
 
+def imported_at_run_time(module, modules):
+    """The modules that `import_module("labcode...")` may mean, also with a name that is begun."""
+    for name, call in module.calls():
+        if name == "import_module" and call.args:
+            text = getattr(call.args[0], "values", call.args)[0]
+            begun = str(getattr(text, "value", ""))
+            if begun.startswith("labcode."):
+                yield from (other for other in modules if other.startswith(begun))
+
+
 def circles(modules):
-    """Modules that import each other, directly or through others."""
+    """Modules that import each other, directly or through others, now or at run time."""
     graph, done = edges(modules), set()
+    for module in modules.values():
+        graph[module.name] |= set(imported_at_run_time(module, modules))
 
     def walk(name, path):
         if name in path:
@@ -375,6 +387,13 @@ OFFENCES = {
         circles,
         {"labcode/comm/a.py": "import labcode.comm.b", "labcode/comm/b.py": "from . import a"},
     ),
+    "a circle at run time": (
+        circles,
+        {
+            "labcode/teach/a.py": "import_module(f'labcode.teach.l{number}')",
+            "labcode/teach/l01.py": "from labcode.teach import a",
+        },
+    ),
     "torch through another room": (
         torch_without_leave,
         {"labcode/perf/a.py": "import labcode.data.b", "labcode/data/b.py": "from torch import nn"},
@@ -473,7 +492,7 @@ def test_what_is_allowed_is_not_reported():
 def test_nothing_outside_lessons_and_tests_uses_teach():
     files = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     users = {path.name for path in files if "labcode.teach" in path.read_text()}
-    assert users == DRAW_FIGURES
+    assert users == USE_TEACH
 
 
 def test_import_labcode_brings_nothing_else():

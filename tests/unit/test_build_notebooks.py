@@ -34,7 +34,8 @@ LESSON = '''\
 
 # %%
 import os, sys, types
-from labcode.teach.check import Exercise, check
+from labcode.teach.answer import Exercise
+from labcode.teach.check import check
 exercises = {"99.1": Exercise(check=lambda answer: [None for _ in range(answer(1))] and None)}
 sys.modules["labcode.teach.exercises.l99"] = types.SimpleNamespace(EXERCISES=exercises)
 print(os.getcwd())

@@ -13,7 +13,8 @@ import torch
 from labcode import course
 from labcode.pool.answers import RankError
 from labcode.teach import show
-from labcode.teach.check import Exercise, Hint, check, compare, due, hint, show_source, yours
+from labcode.teach.answer import Exercise, Hint, due
+from labcode.teach.check import check, compare, hint, show_source, yours
 from labcode.teach.exercises import expect
 
 
@@ -361,7 +362,7 @@ def test_what_a_called_function_asserts_is_no_assertion_of_the_learners(capsys, 
     names["call"] = due
     text = said(capsys, lambda: expect.run(names["answer"], ours=ours))
     assert text == (
-        "[x] 99.1 wrong: check.due is labcode's own answer to this exercise: write yours\n"
+        "[x] 99.1 wrong: answer.due is labcode's own answer to this exercise: write yours\n"
     )
 
 
@@ -721,7 +722,7 @@ def test_below_an_open_exercise_a_source_is_folded(notebook):
 
 def test_show_source_names_the_file_from_its_package_on(capsys):
     show_source(due)
-    assert capsys.readouterr().out.startswith("# labcode/teach/check.py\ndef due(")
+    assert capsys.readouterr().out.startswith("# labcode/teach/answer.py\ndef due(")
 
 
 @pytest.mark.parametrize("obj", [len, 3, functools.partial(twice, 1)])

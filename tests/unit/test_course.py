@@ -11,7 +11,8 @@ import pytest
 from labcode import __main__ as command
 from labcode import course
 from labcode.teach import show
-from labcode.teach.check import Exercise, check
+from labcode.teach.answer import Exercise
+from labcode.teach.check import check
 from labcode.teach.figures import plot
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from labcode.comm import ring
-from labcode.teach.check import Hint
+from labcode.teach.answer import Hint
 from labcode.teach.exercises import in_notebook
 from labcode.teach.exercises.in_notebook import bounded, without
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labcode.teach.check import Hint
+from labcode.teach.answer import Hint
 from labcode.teach.exercises.rehearsal import rehearse, tell
 
 HEADER = """import os

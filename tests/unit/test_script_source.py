@@ -3,7 +3,7 @@
 import pytest
 
 from labcode import launch
-from labcode.teach.check import Hint
+from labcode.teach.answer import Hint
 from labcode.teach.exercises import scripts
 from labcode.teach.exercises.scripts import missing_names
 

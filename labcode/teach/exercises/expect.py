@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from labcode.comm.grid import group_of
 from labcode.pool.ranks import RankError, Ranks
-from labcode.teach.check import RETURNED_NONE, Hint, is_stub, reason
+from labcode.teach.answer import RETURNED_NONE, Hint, is_stub, reason
 from labcode.teach.exercises.simulated import Endless, Event, Mismatch, Outcome, Stuck, simulate
 from labcode.units import ranks_text
 from labcode.waits import EVERY_RANK, broken_rule

@@ -25,7 +25,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import labcode
-from labcode.teach.check import Hint
+from labcode.teach.answer import Hint
 
 # Of one call: far above what any exercise needs, and done within seconds. Lines count, and on
 # Python 3.11 the instructions of a line as well: there `while True: pass` is one line for ever.

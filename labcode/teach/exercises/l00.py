@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import RETURNED_NONE, Exercise, Hint, due
+from labcode.teach.answer import RETURNED_NONE, Exercise, Hint, due
 from labcode.teach.exercises.expect import careless, confirm, diagnose, plural, refuse, settle
 from labcode.teach.exercises.in_notebook import bounded
 from labcode.teach.exercises.simulated import Outcome, simulate

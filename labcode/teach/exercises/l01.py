@@ -12,7 +12,7 @@ from torch import Tensor
 
 from labcode.comm import ring
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import Exercise
+from labcode.teach.answer import Exercise
 from labcode.teach.exercises.expect import (
     GROUPS,
     careless,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from labcode.models import vit
-from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.exercises.expect import plural, refuse
 from labcode.teach.exercises.in_notebook import bounded, without
 from labcode.teach.labs import l02_by_hand, l02_weather

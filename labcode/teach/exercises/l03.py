@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labcode.config import GPTConfig
 from labcode.models.gpt import GPT
-from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.exercises.expect import Table, diagnose, distance, refuse, tensor
 from labcode.teach.exercises.in_notebook import bounded, without
 from labcode.teach.exercises.memory import tensors_in

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from labcode.models.gpt import loss as gpt_loss
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import Exercise, Hint
+from labcode.teach.answer import Exercise, Hint
 from labcode.teach.exercises import l04_plain, rehearsal, scripts, small_gpt
 from labcode.teach.exercises.expect import (
     careless,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from labcode.teach.check import Hint
+from labcode.teach.answer import Hint
 from labcode.teach.exercises import l04_plain_probe, rehearsal, scripts
 from labcode.teach.exercises.expect import refuse, settle
 from labcode.teach.exercises.l04_plain_probe import NEEDS, PROBES

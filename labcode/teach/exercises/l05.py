@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from labcode.models.gpt import loss as gpt_loss
 from labcode.parallel.data import Bucket, make_buckets
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.exercises import small_gpt
 from labcode.teach.exercises.expect import (
     careless,

@@ -13,7 +13,7 @@ from torch.nn.utils import parameters_to_vector
 
 from labcode.parallel.local import OuterOptimizer
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.exercises.expect import (
     careless,
     confirm_in_group,

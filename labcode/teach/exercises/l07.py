@@ -1,6 +1,6 @@
 """Checks of lesson 07, the DDP clinic."""
 
-from labcode.teach.check import Exercise
+from labcode.teach.answer import Exercise
 from labcode.teach.exercises.l07_batch_norm import batch_norm
 from labcode.teach.exercises.l07_chart import chart, differing
 from labcode.teach.exercises.l07_cures import cured, night

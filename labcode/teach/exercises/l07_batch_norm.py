@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from labcode.parallel import batch_norm as by_labcode
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import Hint, due
+from labcode.teach.answer import Hint, due
 from labcode.teach.exercises.expect import (
     careless,
     confirm_in_group,

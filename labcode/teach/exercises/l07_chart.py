@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import RETURNED_NONE, Hint
+from labcode.teach.answer import RETURNED_NONE, Hint
 from labcode.teach.exercises.expect import (
     Table,
     confirm_in_group,

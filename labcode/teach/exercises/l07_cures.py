@@ -21,7 +21,7 @@ from typing import Any
 
 from labcode.pool.answers import RankError
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import RETURNED_NONE, Hint, is_stub, reason
+from labcode.teach.answer import RETURNED_NONE, Hint, is_stub, reason
 from labcode.teach.exercises.expect import refuse
 from labcode.teach.labs import l07_clinic, l07_night
 from labcode.teach.labs.l07_clinic import Examined

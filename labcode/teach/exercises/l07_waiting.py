@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from labcode.pool.answers import RankError
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import RETURNED_NONE, Hint, due, is_stub, reason
+from labcode.teach.answer import RETURNED_NONE, Hint, due, is_stub, reason
 from labcode.teach.exercises.expect import refuse
 from labcode.teach.exercises.in_notebook import bounded
 

@@ -14,7 +14,7 @@ from labcode.config import GPTConfig
 from labcode.perf.alpha_beta import COLLECTIVES, bytes_sent
 from labcode.pool.ranks import Ranks
 from labcode.recipes import gpt_shape
-from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.exercises.expect import (
     TOLERANCE,
     careless,

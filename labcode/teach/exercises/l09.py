@@ -23,7 +23,7 @@ from labcode.comm.collectives import copy_to, reduce_from
 from labcode.comm.grid import group_of
 from labcode.parallel import tensor as parallel
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.exercises.expect import (
     TOLERANCE,
     careless,

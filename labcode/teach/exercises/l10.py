@@ -13,7 +13,7 @@ from labcode.comm.collectives import start_all_gather, start_reduce_scatter
 from labcode.parallel.sequence import gathered_linear
 from labcode.perf.alpha_beta import bytes_sent
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import RETURNED_NONE, Exercise, Hint, due
+from labcode.teach.answer import RETURNED_NONE, Exercise, Hint, due
 from labcode.teach.exercises.expect import (
     TOLERANCE,
     careless,

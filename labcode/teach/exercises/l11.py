@@ -17,7 +17,7 @@ from labcode.parallel.attention_block import PLAIN
 from labcode.parallel.context import RingAttention
 from labcode.pool.ranks import Ranks
 from labcode.recipes import gpt_shape
-from labcode.teach.check import RETURNED_NONE, Exercise, Hint, due
+from labcode.teach.answer import RETURNED_NONE, Exercise, Hint, due
 from labcode.teach.exercises.expect import (
     TOLERANCE,
     Table,

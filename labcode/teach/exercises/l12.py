@@ -20,7 +20,7 @@ from labcode.perf.pipeline import simulate as timeline
 from labcode.pool.ranks import Ranks
 from labcode.schedules import Action, Actions, check_schedule, schedule
 from labcode.teach import tracebacks
-from labcode.teach.check import RETURNED_NONE, Exercise, Hint, due
+from labcode.teach.answer import RETURNED_NONE, Exercise, Hint, due
 from labcode.teach.exercises.expect import (
     TOLERANCE,
     confirm,

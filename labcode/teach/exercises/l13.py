@@ -18,7 +18,7 @@ from labcode.parallel.zero.gradients import ShardedBucket
 from labcode.parallel.zero.optimizer import ShardedOptimizer, gather_weights
 from labcode.parallel.zero.parameters import Unit
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.exercises import l13_fsdp, l13_script
 from labcode.teach.exercises.expect import (
     TOLERANCE,

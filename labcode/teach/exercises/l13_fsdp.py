@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from labcode.comm.counting import counted
 from labcode.pool.ranks import RankError, Ranks
-from labcode.teach.check import Hint
+from labcode.teach.answer import Hint
 from labcode.teach.exercises.expect import refuse
 from labcode.units import listed
 

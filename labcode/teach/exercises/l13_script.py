@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from labcode.models.gpt import loss as gpt_loss
-from labcode.teach.check import Hint
+from labcode.teach.answer import Hint
 from labcode.teach.exercises import rehearsal, scripts
 from labcode.teach.exercises.expect import refuse
 from labcode.teach.exercises.scripts import distance

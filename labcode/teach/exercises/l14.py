@@ -14,7 +14,7 @@ from labcode.slurm.lint.model import BatchJob, minutes
 from labcode.slurm.lint.shell import BLANK
 from labcode.slurm.run.outcome import first_failure
 from labcode.slurm.script.site import load
-from labcode.teach.check import Exercise, Hint, due, is_stub, reason
+from labcode.teach.answer import Exercise, Hint, due, is_stub, reason
 from labcode.teach.exercises.expect import refuse
 from labcode.teach.labs.l14_cluster import Lab, steps
 from labcode.teach.labs.l14_scripts import Ended, run_script, run_with_failing_ranks

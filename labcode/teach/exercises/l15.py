@@ -1,20 +1,29 @@
 """Checks of lesson 15, hybrid training."""
 
-import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from labcode import combinations, recipes
 from labcode.config import GPTConfig
-from labcode.perf.alpha_beta import Link, time_s
-from labcode.perf.flops import training_flops_per_sample
+from labcode.perf.alpha_beta import Link
 from labcode.perf.step import ClusterModel, DataParallel, iteration_parts
 from labcode.slurm.script.job import Job
-from labcode.teach.check import Exercise, Hint, due, is_stub
-from labcode.teach.exercises.expect import diagnose, refuse
-from labcode.teach.exercises.in_notebook import LOOP, bounded, without
+from labcode.teach.answer import Exercise, Hint, due
+from labcode.teach.exercises.contract import (
+    Contract,
+    Mistake,
+    Seen,
+    differs,
+    elsewhere,
+    no_number,
+    not_things,
+    tell,
+)
+from labcode.teach.exercises.expect import refuse
+from labcode.teach.exercises.solution import Solution
 from labcode.teach.labs.l15_hybrid import (
     FIELDS,
     RECIPE,
@@ -28,19 +37,91 @@ from labcode.topology import GridShape
 
 # ---- 15.1
 
-Numbers = tuple[int, int, int, int, int]  # world, tp, pp, global batch, micro-batch
-FITS = (
-    (4, 2, 2, 16, 2),
-    (64, 8, 4, 512, 4),
-    (16, 1, 1, 32, 1),
-    (384, 8, 12, 1536, 1),
+SAMPLES_LEFT = "if left_over or local_batch % micro_batch:"
+OF_RANKS = 'f"{world} ranks are not a multiple of tp*pp = {tp * pp}"'
+OF_SAMPLES = 'f"{global_batch} samples do not divide by dp={dp} and micro={micro_batch}"'
+ALIKE = Mistake(
+    "the error about the ranks has the same text as one about the samples: let each say what does "
+    "not fit",
+    (f'{OF_RANKS} => "no such layout"', f'{OF_SAMPLES} => "no such layout"'),
+    when=elsewhere,
 )
-REFUSED = {
-    (6, 2, 2, 16, 2): "6 ranks over tp*pp = 4",
-    (64, 8, 4, 511, 1): "511 samples over dp = 2",
-    (64, 8, 4, 16, 3): "16 samples over micro*dp = 6",
-    (4, 1, 1, 12, 2): "12 samples over micro*dp = 8",  # both divide 12, and their product does not
-}
+
+
+def _named(name: str, *cases: tuple) -> dict[str, tuple]:
+    """Cases by a text with their arguments in it."""
+    return {name.format(*case): case for case in cases}
+
+
+def _not_whole(see: Seen) -> bool:
+    return not all(isinstance(value, int) for value in due(*see.found))
+
+
+LAYOUT = Contract(
+    Solution("15", "layout"),
+    cases={  # world, tp, pp, global batch, micro-batch
+        **_named(
+            "world {}, tp {}, pp {}, global batch {}, micro-batch {}: ",
+            (4, 2, 2, 16, 2),
+            (64, 8, 4, 512, 4),
+            (16, 1, 1, 32, 1),
+            (384, 8, 12, 1536, 1),
+        ),
+        "6 ranks over tp*pp = 4: ": (6, 2, 2, 16, 2),
+        "511 samples over dp = 2: ": (64, 8, 4, 511, 1),
+        "16 samples over micro*dp = 6: ": (64, 8, 4, 16, 3),
+        # both divide 12, and their product does not
+        "12 samples over micro*dp = 8: ": (4, 1, 1, 12, 2),
+    },
+    shape=[
+        Mistake(
+            "{found}: give (dp, local batch, micro-batches)",
+            "return dp, local_batch, local_batch // micro_batch => return dp",
+            when=not_things(3),
+        )
+    ],
+    mistakes=[
+        Mistake(
+            "{found}: give whole numbers, // makes them",
+            "local_batch // => local_batch /",
+            when=_not_whole,
+        ),
+        Mistake(
+            "dp = {found[0]}, but {found[0]}*{tp}*{pp} ranks are not {world}",
+            "divmod(world, tp * pp) => world, 0",
+            "divmod(world, tp * pp) => divmod(world, tp)",
+            when=differs(0),
+        ),
+        Mistake(
+            "local batch {found[1]}: dp = {found[0]}, and that many copies of tp*pp ranks share "
+            "the {global_batch} samples",
+            "divmod(global_batch, dp) => global_batch, 0",
+            "divmod(global_batch, dp) => divmod(global_batch, world)",
+            when=differs(1),
+        ),
+        Mistake(
+            "{found[2]} micro-batches of {micro_batch} are not the {found[1]} samples of a copy",
+            "local_batch // micro_batch => global_batch // micro_batch",
+            when=differs(2),
+        ),
+        Mistake(
+            "6 ranks over tp*pp = 4: your function gives",
+            ("if left_over: => if False:", f"{SAMPLES_LEFT} => if False:"),
+            when=elsewhere,
+        ),
+        Mistake("511 samples over dp = 2", f"{SAMPLES_LEFT} => if False:", when=elsewhere),
+        Mistake("16 samples over mic", f"{SAMPLES_LEFT} => if left_over:", when=elsewhere),
+        Mistake("gives (4, 3, 1)", "local_batch % => global_batch %", when=elsewhere),
+        Mistake("the ValueError has no text", f"{OF_RANKS} => ", when=elsewhere),
+        Mistake(
+            "raises AssertionError: raise a ValueError",
+            f"if left_over:\n        raise ValueError({OF_RANKS}) => assert not left_over",
+            when=elsewhere,
+        ),
+        ALIKE,
+    ],
+    refuses="a division leaves a remainder",
+)
 
 
 def layout(my_layout: Callable[..., Any]) -> None:
@@ -50,55 +131,10 @@ def layout(my_layout: Callable[..., Any]) -> None:
         my_layout: `my_layout(world, tp, pp, global_batch, micro_batch)`
             -> (dp, local batch, micro-batches).
     """
-    for numbers in FITS:
-        _is_layout(numbers, due(my_layout(*numbers)))
-    of_ranks, *of_samples = [_refusal(my_layout, *refused) for refused in REFUSED.items()]
-    alike = (
-        "the error about the ranks has the same text as one about the samples: let each say what "
-        "does not fit"
-    )
-    refuse({alike: of_ranks in of_samples})
-
-
-def _is_layout(numbers: Numbers, found: Any) -> None:
-    world, tp, pp, global_batch, micro = numbers
-    case = f"world {world}, tp {tp}, pp {pp}, global batch {global_batch}, micro-batch {micro}: "
-    if not isinstance(found, (tuple, list)) or len(found) != 3:
-        raise Hint(f"{case}{found}: give (dp, local batch, micro-batches)")
-    dp, local, count = due(*found)
-    right_dp = world // (tp * pp)
-    right_local = global_batch // right_dp
-    mistakes = {
-        f"{found}: give whole numbers, // makes them": (
-            not all(isinstance(value, int) for value in found)
-        ),
-        f"dp = {dp}, but {dp}*{tp}*{pp} ranks are not {world}": dp != right_dp,
-        f"local batch {local}: dp = {dp}, and that many copies of tp*pp ranks share the "
-        f"{global_batch} samples": local != right_local,
-        f"{count} micro-batches of {micro} are not the {local} samples of a copy": (
-            count != right_local // micro
-        ),
-    }
-    refuse(mistakes, case)
-
-
-def _refusal(my_layout: Callable[..., Any], numbers: Numbers, what: str) -> str:
-    """The text of the error, without the numbers in it."""
-    try:
-        found = my_layout(*numbers)
-    except ValueError as error:
-        text = str(error).strip()
-        refuse({"the ValueError has no text: say in it what does not fit": not text}, f"{what}: ")
-        return re.sub(r"[\d.]+", "", text)
-    except Exception as error:
-        if is_stub(error):
-            raise
-        name = type(error).__name__
-        raise Hint(f"{what}: your function raises {name}: raise a ValueError") from None
-    raise Hint(
-        f"{what}: your function gives {found}; a division leaves a remainder, so it should raise a "
-        "ValueError"
-    )
+    seen = LAYOUT.judge(my_layout)
+    refused = [see.found for see in seen if isinstance(see.found, Exception)]
+    of_ranks, *of_samples = [re.sub(r"[\d.]+", "", str(error).strip()) for error in refused]
+    refuse({ALIKE.hint: of_ranks in of_samples})
 
 
 # ---- 15.2
@@ -138,31 +174,17 @@ ITERATIONS = (  # model, shape, global batch, micro-batch, cluster
 )
 
 
-def iteration(my_iteration: Callable[..., Any]) -> None:
-    """The learner's time of a step, against the sum of the parts of `perf.step`.
-
-    Args:
-        my_iteration: `my_iteration(model, shape, global_batch, micro_batch, cluster)` -> seconds.
-    """
-    for arguments in ITERATIONS:
-        model, shape, global_batch, micro_batch, _ = arguments
-        with without(iteration_parts):
-            found = due(my_iteration(*arguments))
+def _named_iterations() -> dict[str, tuple]:
+    found = {}
+    for case in ITERATIONS:
+        model, shape, global_batch, micro_batch, _ = case
         order = "" if shape.order == GridShape().order else f", order {shape.order}"
-        case = (
+        text = (
             f"dp {shape.dp}, pp {shape.pp}, tp {shape.tp}{order}, {model.num_layers} layers, "
             f"global batch {global_batch}, micro-batch {micro_batch}: "
         )
-        if not isinstance(found, (int, float)):
-            raise Hint(f"{case}give one number, the seconds of an iteration")
-        parts = iteration_parts(*arguments)
-        shown = [f"{POINTS[name]} {part:.3f}" for name, part in parts.items() if part]
-        otherwise = (
-            f"your function gives {found:.3f} s; over the whole step the points that count here "
-            f"give {', '.join(shown)} s"
-        )
-        mistakes = _mistaken_s(*arguments)
-        diagnose(case, found, sum(parts.values()), mistakes, otherwise, tolerance=1e-6)
+        found[text] = case
+    return found
 
 
 POINTS = {
@@ -174,121 +196,149 @@ POINTS = {
 }
 
 
-def _mistaken_s(
-    model: GPTConfig, shape: GridShape, global_batch: int, micro_batch: int, cluster: ClusterModel
-) -> dict[str, float]:
-    """{hint: seconds that a function with this mistake gives}; for some layouts it is harmless."""
-    m = global_batch // (micro_batch * shape.dp)
-    model_ranks = shape.tp * shape.pp
-    flops = micro_batch * training_flops_per_sample(model)
-    right_compute_s = flops / model_ranks / cluster.flops_per_s
-    right_act = 4 * micro_batch * model.context_length * model.hidden_size
-    of_layers = 4 * model.num_layers / shape.pp
-    right_all_reduces = of_layers + 2 / shape.pp
-    right_messages = 1 if shape.pp > 1 else 0
-    right_turns = m + shape.pp - 1
-    right_gradients = 4 * model.num_parameters / model_ranks
-    first = {axis: shape.groups(axis)[0] for axis in ("tp", "pp", "dp")}
-    right_link = {
-        "tp": cluster.link(first["tp"]),
-        "pp": cluster.message_link(first["pp"]),
-        "dp": cluster.link(first["dp"]),
-    }
+def _points(see: Any) -> None:
+    """The parts of the time that the lesson's five points give."""
+    parts = iteration_parts(see.model, see.shape, see.global_batch, see.micro_batch, see.cluster)
+    shown = [f"{POINTS[name]} {part:.3f}" for name, part in parts.items() if part]
+    see.points = ", ".join(shown)
 
-    def seconds(
-        compute_s: float = right_compute_s,
-        act: float = right_act,
-        all_reduces: float = right_all_reduces,
-        tp_link: Link = right_link["tp"],
-        messages: float = right_messages,
-        pp_link: Link = right_link["pp"],
-        turns: float = right_turns,
-        act_of_tp: float | None = None,
-        averages: float = 1,
-        gradients: float = right_gradients,
-        dp_link: Link = right_link["dp"],
-    ) -> float:
-        tp_s = all_reduces * time_s("all_reduce", shape.tp, act_of_tp or act, tp_link)
-        pp_s = messages * time_s("send", 2, act, pp_link)
-        dp_s = averages * time_s("all_reduce", shape.dp, gradients, dp_link)
-        return turns * (compute_s + tp_s + pp_s) + dp_s
 
-    return {
-        "point 1, compute: a micro-batch has more samples than one": seconds(
-            compute_s=right_compute_s / micro_batch
+TURNS = "(m + shape.pp - 1)"
+TURN = "(compute_s + tp_s + pp_s)"
+TOTAL = f"{TURNS} * {TURN} + dp_s"
+ALL_REDUCES = "(4 * model.num_layers + 2) / shape.pp"
+LINK_TP = 'cluster.link(shape.groups("tp")[0])'
+LINK_PP = 'cluster.message_link(shape.groups("pp")[0])'
+LINK_DP = 'cluster.link(shape.groups("dp")[0])'
+PARTS = "step.iteration_parts(model, shape, global_batch, micro_batch, cluster)"
+
+ITERATION = Contract(
+    Solution("15", "iteration_s"),
+    cases=_named_iterations(),
+    shape=[
+        Mistake(
+            "give one number, the seconds of an iteration",
+            f"{TOTAL} => {TURN}, dp_s",
+            when=no_number,
+        )
+    ],
+    mistakes=[
+        Mistake(
+            "point 1, compute: a micro-batch has more samples than one",
+            "_sample(model) * micro_batch => _sample(model)",
         ),
-        "point 1, compute: the tp * pp ranks of a copy share it": seconds(
-            compute_s=right_compute_s * model_ranks
+        Mistake(
+            "point 1, compute: the tp * pp ranks of a copy share it", "flops / model_ranks => flops"
         ),
-        "point 2, tp: a stage has only its share of the all-reduces": seconds(
-            all_reduces=right_all_reduces * shape.pp
+        Mistake(
+            "point 2, tp: a stage has only its share of the all-reduces",
+            f"{ALL_REDUCES} => 4 * model.num_layers + 2",
         ),
-        "point 2, tp: the whole of act is all-reduced, it is not cut by tp": seconds(
-            act_of_tp=right_act / shape.tp
+        Mistake(
+            "point 2, tp: the whole of act is all-reduced, it is not cut by tp",
+            '"all_reduce", shape.tp, act, => "all_reduce", shape.tp, act / shape.tp,',
         ),
-        "point 2, tp: (4 L + 2)/pp need not be a whole number: is there a `//`?": seconds(
-            all_reduces=(4 * model.num_layers + 2) // shape.pp
+        Mistake(
+            "point 2, tp: (4 L + 2)/pp need not be a whole number: is there a `//`?",
+            "2) / shape.pp => 2) // shape.pp",
         ),
-        "point 2, tp: the embedding and the head have all-reduces too": seconds(
-            all_reduces=of_layers
+        Mistake(
+            "point 2, tp: the embedding and the head have all-reduces too",
+            "4 * model.num_layers + 2 => 4 * model.num_layers",
         ),
-        "point 2, tp: one all-reduce more on each stage is right for pp = 2; how many are there in "
-        "the whole model, whatever pp is?": seconds(all_reduces=of_layers + 1),
-        "point 2, tp: the all-reduces are missing": seconds(all_reduces=0),
-        "point 2, tp: a collective uses all adapters of its group, and not one link alone": seconds(
-            tp_link=cluster.message_link(first["tp"])
+        Mistake(
+            "point 2, tp: one all-reduce more on each stage is right for pp = 2; how many are "
+            "there in the whole model, whatever pp is?",
+            f"{ALL_REDUCES} => 4 * model.num_layers / shape.pp + 1",
+            f"{ALL_REDUCES} => 4 * model.num_layers / shape.pp + 1 + (shape.pp == 1)",
         ),
-        "point 2, tp: not every tp group sits on one node": seconds(tp_link=cluster.inside),
-        "point 2, tp: some tp groups sit on one node": seconds(tp_link=cluster.between),
-        "point 3, pp: a turn does not get longer by the message; nothing overlaps here": seconds(
-            messages=0
+        Mistake("point 2, tp: the all-reduces are missing", f"{TURN} => (compute_s + pp_s)"),
+        Mistake(
+            "point 2, tp: a collective uses all adapters of its group, and not one link alone",
+            f"{LINK_TP} => cluster.message_link(shape.groups('tp')[0])",
         ),
-        "point 3, pp: with pp = 1 there is no message": seconds(messages=1),
-        "point 3, pp: each micro-batch is charged one message": seconds(
-            messages=2 * right_messages
+        Mistake("point 2, tp: not every tp group sits on one node", f"{LINK_TP} => cluster.inside"),
+        Mistake("point 2, tp: some tp groups sit on one node", f"{LINK_TP} => cluster.between"),
+        Mistake(
+            "point 3, pp: a turn does not get longer by the message; nothing overlaps here",
+            f"{TURN} => (compute_s + tp_s)",
+            f"{TURN} => max(compute_s + tp_s, pp_s)",
         ),
-        "point 3, pp: a message goes from one rank to one other, over one link": seconds(
-            pp_link=cluster.link(first["pp"])
+        Mistake("point 3, pp: with pp = 1 there is no message", "if shape.pp > 1 => if True"),
+        Mistake(
+            "point 3, pp: each micro-batch is charged one message",
+            "pp_s = alpha_beta => pp_s = 2 * alpha_beta",
         ),
-        "point 3, pp: not every pipeline sits on one node": seconds(pp_link=cluster.inside),
-        "point 3, pp: some pipelines sit on one node": seconds(pp_link=cluster.between),
-        "points 2 and 3: act counts numbers here, and time_s takes bytes": seconds(
-            act=right_act / 4
+        Mistake(
+            "point 3, pp: a message goes from one rank to one other, over one link",
+            f"{LINK_PP} => cluster.link(shape.groups('pp')[0])",
         ),
-        "points 2 and 3: a number of act takes 2 bytes here: how many has a float32?": seconds(
-            act=right_act / 2
+        Mistake("point 3, pp: not every pipeline sits on one node", f"{LINK_PP} => cluster.inside"),
+        Mistake("point 3, pp: some pipelines sit on one node", f"{LINK_PP} => cluster.between"),
+        Mistake(
+            "points 2 and 3: act counts numbers here, and time_s takes bytes",
+            "hidden_size * 4 => hidden_size",
         ),
-        "points 2 and 3: act depends on the model's tokens and hidden size": seconds(
-            act=4 * micro_batch * MODEL.context_length * MODEL.hidden_size
+        Mistake(
+            "points 2 and 3: a number of act takes 2 bytes here: how many has a float32?",
+            "hidden_size * 4 => hidden_size * 2",
         ),
-        "points 2 and 3: act has all samples of a micro-batch": seconds(
-            act=right_act / micro_batch
+        Mistake(
+            "points 2 and 3: act depends on the model's tokens and hidden size",
+            "model.context_length * model.hidden_size => 32 * 64",
         ),
-        "point 4, turns: in your function no stage waits; it waits for pp - 1 turns": seconds(
-            turns=m
+        Mistake(
+            "points 2 and 3: act has all samples of a micro-batch", "act = micro_batch * => act ="
         ),
-        "point 4, turns: one too many, a stage waits for pp - 1": seconds(turns=right_turns + 1),
-        "point 4, turns: m counts the micro-batches of one copy, and there are dp copies": seconds(
-            turns=m * shape.dp + shape.pp - 1
+        Mistake(
+            "point 4, turns: in your function no stage waits; it waits for pp - 1 turns",
+            f"{TURNS} => m",
         ),
-        "point 5, dp: the gradients are missing": seconds(averages=0),
-        "point 5, dp: gradients are averaged once a step, not in each turn": seconds(
-            averages=right_turns
+        Mistake(
+            "point 4, turns: one too many, a stage waits for pp - 1", f"{TURNS} => (m + shape.pp)"
         ),
-        "point 5, dp: a rank holds only its part of the parameters": seconds(
-            gradients=right_gradients * model_ranks
+        Mistake(
+            "point 4, turns: m counts the micro-batches of one copy, and there are dp copies",
+            "(micro_batch * shape.dp) => micro_batch",
         ),
-        "point 5, dp: each gradient has 4 bytes, not 2": seconds(gradients=right_gradients / 2),
-        "point 5, dp: the gradients are counted as numbers, and time_s takes bytes": seconds(
-            gradients=right_gradients / 4
+        Mistake("point 5, dp: the gradients are missing", f"{TURN} + dp_s => {TURN}"),
+        Mistake(
+            "point 5, dp: gradients are averaged once a step, not in each turn",
+            f"{TURN} + dp_s => (compute_s + tp_s + pp_s + dp_s)",
+            "+ dp_s => + m * dp_s",
         ),
-        "point 5, dp: a collective uses all adapters of its group, and not one link alone": seconds(
-            dp_link=cluster.message_link(first["dp"])
+        Mistake(
+            "point 5, dp: a rank holds only its part of the parameters",
+            "num_parameters / model_ranks => num_parameters",
         ),
-        "point 5, dp: not every dp group sits on one node": seconds(dp_link=cluster.inside),
-        "point 5, dp: some dp groups sit on one node": seconds(dp_link=cluster.between),
-        "the unit is off: give seconds": 1e3 * seconds(),
-    }
+        Mistake(
+            "point 5, dp: each gradient has 4 bytes, not 2",
+            "4 * model.num_parameters => 2 * model.num_parameters",
+        ),
+        Mistake(
+            "point 5, dp: the gradients are counted as numbers, and time_s takes bytes",
+            "4 * model.num_parameters => model.num_parameters",
+        ),
+        Mistake(
+            "point 5, dp: a collective uses all adapters of its group, and not one link alone",
+            f"{LINK_DP} => cluster.message_link(shape.groups('dp')[0])",
+        ),
+        Mistake("point 5, dp: not every dp group sits on one node", f"{LINK_DP} => cluster.inside"),
+        Mistake("point 5, dp: some dp groups sit on one node", f"{LINK_DP} => cluster.between"),
+        Mistake("the unit is off: give seconds", f"{TOTAL} => 1000 * ({TOTAL})"),
+        Mistake("write yours", f"{TOTAL} => sum({PARTS}.values())", when=elsewhere),
+        Mistake(
+            "the points that count here give 1 compute",
+            ("if shape.pp > 1 => if True", f"{TURNS} => (m + shape.pp)"),
+            when=elsewhere,
+        ),
+    ],
+    otherwise="your function gives {found:.3f} s; over the whole step the points that count here "
+    "give {points} s",
+    look=_points,
+    ready=(iteration_parts,),
+    tolerance=1e-6,
+)
 
 
 # ---- 15.3
@@ -314,93 +364,128 @@ CHOICES: dict[str, Choice] = {  # model, world, global batch, micro-batch, clust
 }
 
 
-Layout = tuple[GridShape, DataParallel]
+def _finds_none(see: Seen) -> bool:
+    return see.found is None and not see.is_first
 
 
-def best_layout(answer: Callable[..., Any]) -> None:
-    """The learner's choice of a layout, in several cases.
-
-    Args:
-        answer: `answer(model, world, global_batch, micro_batch, cluster, room_bytes)`
-            -> (GridShape, "overlapped" or "sharded").
-    """
-    returned = False
-    for about, choice in CHOICES.items():
-        case = f"{about}: "
-        found = bounded(LOOP, answer, *choice)
-        none = (
-            "your function finds no layout that keeps the rules, and there is one: which rule is "
-            "too strict, or which size is never tried?"
-        )
-        refuse({none: found is None and returned}, case)
-        returned = True
-        shape, how = _as_layout(case, due(found))
-        case += f"{_named(shape, how)}: "
-        refuse({"cp is not asked for": shape.cp > 1, **_broken_rules(shape, how, choice)}, case)
-        own_s = _seconds(shape, how, choice)
-        best, best_how = min(_possible(choice), key=lambda layout: _seconds(*layout, choice))
-        best_s = _seconds(best, best_how, choice)
-        slow = (
-            f"an iteration takes {1e3 * own_s:.0f} ms, and one of {_named(best, best_how)}, which "
-            f"fits, {1e3 * best_s:.0f} ms"
-        )
-        other_order = f"its order is {shape.order}, not the default"
-        is_slow = own_s > best_s * (1 + 1e-9)
-        refuse({other_order: is_slow and shape.order != GridShape().order, slow: is_slow}, case)
+def _no_shape(see: Seen) -> bool:
+    return not isinstance(due(see.found[0]), GridShape)
 
 
-def _as_layout(case: str, found: Any) -> Layout:
-    """What the learner returned, as a shape and a word."""
-    if not isinstance(found, (tuple, list)) or len(found) != 2:
-        raise Hint(f'{case}{found!s:.40}: return two things, (GridShape, "overlapped")')
-    shape, how = due(found[0]), due(found[1])
-    if not isinstance(shape, GridShape):
-        raise Hint(f"{case}{shape!s:.40} is no GridShape")
-    if how not in ("overlapped", "sharded"):
-        raise Hint(f'{case}{how!r:.40} is neither "overlapped" nor "sharded"')
-    return shape, how
+def _other_word(see: Seen) -> bool:
+    return due(see.found[1]) not in ("overlapped", "sharded")
 
 
-def _named(shape: GridShape, how: str) -> str:
+def _about_layout(see: Any) -> None:
+    """What a rank of a layout needs, and the time of an iteration, its own and the best one's."""
+    see.grid, see.how = see.found
+    see.case += f"{_layout_text(*see.found)}: "
+    heads = see.model.num_heads
+    see.heads = "1 head" if heads == 1 else f"{heads} heads"
+    parts = see.grid.tp * (see.grid.dp if see.how == "sharded" else see.grid.pp)
+    see.needed_mb = 16 * see.model.num_parameters / parts / 1e6
+    see.room_mb = see.room_bytes / 1e6
+    see.best = _layout_text(*see.truth)
+
+
+def _layout_text(shape: GridShape, how: str) -> str:
     return f"dp {shape.dp}, pp {shape.pp}, tp {shape.tp}, {how}"
 
 
-def _broken_rules(shape: GridShape, how: str, choice: Choice) -> dict[str, bool]:
-    """The five rules, as rows of a table."""
-    model, world, global_batch, micro_batch, _, room_bytes = choice
-    heads = "1 head" if model.num_heads == 1 else f"{model.num_heads} heads"
-    parts = shape.tp * (shape.dp if how == "sharded" else shape.pp)
-    needed = 16 * model.num_parameters / parts
-    return {
-        f"it has {shape.world_size} ranks, and there are {world}": shape.world_size != world,
-        f"tp = {shape.tp} does not divide {heads}": model.num_heads % shape.tp > 0,
-        f"pp = {shape.pp} does not divide {model.num_layers} layers": (
-            model.num_layers % shape.pp > 0
+def _is_slow(see: Any) -> bool:
+    see.own_ms = _milliseconds(see, *see.found)
+    see.best_ms = _milliseconds(see, *see.truth)
+    return see.own_ms > see.best_ms * (1 + 1e-9)
+
+
+def _milliseconds(see: Seen, shape: GridShape, how: DataParallel) -> float:
+    parts = iteration_parts(see.model, shape, see.global_batch, see.micro_batch, see.cluster, how)
+    return 1e3 * sum(parts.values())
+
+
+RETURN = "return best => return"
+OF_BATCH = "global_batch % (dp * micro_batch)"
+OF_ROOM = "16 * model.num_parameters / parts_of_model > room_bytes"
+
+BEST = Contract(
+    Solution("15", "best_layout"),
+    cases={f"{about}: ": choice for about, choice in CHOICES.items()},
+    shape=[
+        Mistake(
+            "your function finds no layout that keeps the rules, and there is one: which rule is "
+            "too strict, or which size is never tried?",
+            "parameters / parts_of_model => parameters",
+            "16 * model => 18 * model",
+            when=_finds_none,
         ),
-        f"{global_batch} samples cannot be cut over dp = {shape.dp} into micro-batches of "
-        f"{micro_batch}": global_batch % (shape.dp * micro_batch) > 0,
-        "sharded means pp = 1 here": how == "sharded" and shape.pp > 1,
-        f"a rank needs {needed / 1e6:.2f} MB and has {room_bytes / 1e6:.2f} MB": (
-            needed > room_bytes
+        Mistake(
+            '{found!s:.40}: return two things, (GridShape, "overlapped")',
+            f"{RETURN} best[0]",
+            when=not_things(2),
         ),
-    }
-
-
-def _possible(choice: Choice) -> list[Layout]:
-    """The layouts that keep the rules."""
-    found: list[Layout] = []
-    for dp, pp, tp in itertools.product((1, 2, 4, 8, 16), repeat=3):
-        shape = GridShape(dp=dp, pp=pp, tp=tp)
-        for how in ("overlapped", "sharded"):
-            if not any(_broken_rules(shape, how, choice).values()):
-                found.append((shape, how))
-    return found
-
-
-def _seconds(shape: GridShape, how: DataParallel, choice: Choice) -> float:
-    model, _, global_batch, micro_batch, cluster, _ = choice
-    parts = iteration_parts(model, shape, global_batch, micro_batch, cluster, how)
-    return sum(parts.values())
+        Mistake(
+            "{found[0]!s:.40} is no GridShape", f"{RETURN} best[0].dp, best[1]", when=_no_shape
+        ),
+        Mistake(
+            '{found[1]!r:.40} is neither "overlapped" nor "sharded"',
+            f'{RETURN} best[0], "fsdp"',
+            when=_other_word,
+        ),
+    ],
+    look=_about_layout,
+    mistakes=[
+        Mistake("cp is not asked for", when=lambda see: see.grid.cp > 1),
+        Mistake(
+            "it has {grid.world_size} ranks, and there are {world}",
+            f'{RETURN} GridShape(tp=2), "overlapped"',
+            when=lambda see: see.grid.world_size != see.world,
+        ),
+        Mistake(
+            "tp = {grid.tp} does not divide {heads}",
+            "or model.num_heads % tp or => or",
+            when=lambda see: see.model.num_heads % see.grid.tp,
+        ),
+        Mistake(
+            "pp = {grid.pp} does not divide {model.num_layers} layers",
+            "or model.num_layers % pp => ",
+            when=lambda see: see.model.num_layers % see.grid.pp,
+        ),
+        Mistake(
+            "{global_batch} samples cannot be cut over dp = {grid.dp} into micro-batches of "
+            "{micro_batch}",
+            f"{OF_BATCH} => False",
+            f"{OF_BATCH} => global_batch % dp",
+            f"{OF_BATCH} => global_batch // dp % micro_batch",
+            when=lambda see: see.global_batch % (see.grid.dp * see.micro_batch),
+        ),
+        Mistake(
+            "sharded means pp = 1 here",
+            when=lambda see: see.how == "sharded" and see.grid.pp > 1,
+        ),
+        Mistake(
+            "a rank needs {needed_mb:.2f} MB and has {room_mb:.2f} MB",
+            f'{RETURN} GridShape(dp=world), "overlapped"',
+            f"{OF_ROOM} => False",
+            "tp * (dp if how == => tp * dp * pp if True else (dp if how ==",
+            when=lambda see: see.needed_mb > see.room_mb,
+        ),
+        Mistake(
+            "its order is {grid.order}, not the default",
+            when=lambda see: _is_slow(see) and see.grid.order != GridShape().order,
+        ),
+        Mistake(
+            "an iteration takes {own_ms:.0f} ms, and one of {best}, which fits, {best_ms:.0f} ms",
+            ('float("inf") => 0.0', "< best_s => > best_s"),
+            f'{RETURN} GridShape(dp=world), "sharded"',
+            'in ("overlapped", "sharded") => in ("overlapped",)',
+            "micro_batch, cluster, how => micro_batch, cluster",
+            ", 8, 16, 32, 64) => )",
+            when=_is_slow,
+        ),
+    ],
+    otherwise="",  # of equally fast ones each is right
+    loops=True,
+)
 
 
 # ---- 15.4
@@ -415,92 +500,146 @@ _FIRST = re.compile(
 _STEP = re.compile(r"step (\d+)/\d+ \| loss ([\d.]+)")
 
 
-def form(form: Any, nodes: int = 2, ranks_per_node: int = 2) -> None:
+NODES = 2
+RANKS_PER_NODE = 2
+WORLD = NODES * RANKS_PER_NODE
+MOST_BUBBLE = 1 / 8  # of the work
+ANY_FORM = [
+    Mistake("the form has no {missing}", '"parallel.pp": 2, => ', when=attrgetter("missing")),
+    Mistake(
+        "the script has no blank for {unknown}",
+        '"parallel.pp": 2, => "parallel.pp": 2, "parallel.dp": 2,',
+        when=attrgetter("unknown"),
+    ),
+    Mistake("all six are whole numbers", 'pp": 2 => pp": "2"', when=elsewhere),
+]
+ANY_NUMBERS = [
+    Mistake(
+        f"{{per_node}} ranks per node: a node has {RANKS_PER_NODE} GPUs, one for each rank",
+        ('"nodes": 2 => "nodes": 1', 'per_node": 2 => per_node": 4'),
+        when=lambda see: see.per_node > RANKS_PER_NODE,
+    ),
+    Mistake(
+        f"{{nodes}} nodes: there are {NODES}, and the job would wait forever",
+        ('"nodes": 2 => "nodes": 4', 'per_node": 2 => per_node": 1'),
+        when=lambda see: see.nodes > NODES,
+    ),
+    Mistake(
+        f"nodes x ranks_per_node = {{nodes}} x {{per_node}} leave GPUs idle: there are {WORLD}",
+        '"nodes": 2 => "nodes": 1',
+        when=lambda see: see.nodes * see.per_node != WORLD,
+    ),
+    Mistake(
+        "global batch {samples}: the learning rate of the recipe was chosen for "
+        f"{RECIPE.train.global_batch}",
+        'global_batch": 16 => global_batch": 32',
+        'global_batch": 16 => global_batch": 2',
+        when=lambda see: see.samples != RECIPE.train.global_batch,
+    ),
+    Mistake("parallel.pp=0: give a number", 'pp": 2 => pp": 0', when=elsewhere),
+]
+BUBBLE = (
+    "a copy has {count} micro-batches in a step: the bubble is {idle}/{count} of the work, and 1/8 "
+    "is allowed"
+)
+NUMBERS = [
+    Mistake(
+        "tp={grid.tp} cuts through the layers, and the cut is to go between them",
+        'tp": 1 => tp": 2',
+        when=lambda see: see.grid.tp != 1,
+    ),
+    Mistake(
+        "each rank holds the whole model, and there is room for half of it",
+        'pp": 2 => pp": 1',
+        when=lambda see: see.grid.pp == 1,
+    ),
+    Mistake(
+        BUBBLE,
+        'micro_batch": 1 => micro_batch": 2',
+        when=lambda see: see.bubble > MOST_BUBBLE,
+    ),
+    Mistake("each stage needs a layer", 'pp": 2 => pp": 4', when=elsewhere),
+    Mistake("is not a multiple", 'micro_batch": 1 => micro_batch": 3', when=elsewhere),
+    Mistake("train.micro_batch=-2", 'micro_batch": 1 => micro_batch": -2', when=elsewhere),
+]
+HYBRID_NUMBERS = [
+    Mistake(
+        "tp={grid.tp} x pp={grid.pp}: a rank holds 1/{parts} of the model, and there is room for a "
+        "quarter",
+        ('tp": 2 => tp": 1', 'micro_batch": 2 => micro_batch": 1'),
+        ('tp": 2 => tp": 1', 'pp": 2 => pp": 1'),
+        when=lambda see: see.parts < WORLD,
+    ),
+    Mistake(
+        "pp={grid.pp}: two stages of layers are asked for",
+        ('tp": 2 => tp": 4', 'pp": 2 => pp": 1'),
+        when=lambda see: see.grid.pp != NODES,
+    ),
+    Mistake(
+        f"tp={{grid.tp}}: each layer is to be shared by the {RANKS_PER_NODE} ranks of a node",
+        when=lambda see: see.grid.tp != RANKS_PER_NODE,
+    ),
+    Mistake(
+        "m = 1: there is one micro-batch in a step, so while a stage works the other one waits, "
+        "half of the time",
+        'micro_batch": 2 => micro_batch": 16',
+        when=lambda see: see.count == 1,
+    ),
+    Mistake(
+        BUBBLE,
+        'micro_batch": 2 => micro_batch": 4',
+        when=lambda see: see.bubble > MOST_BUBBLE,
+    ),
+    Mistake(
+        "with micro-batches of {micro} the bubble is {idle}/{count} of the work. Larger ones are "
+        "allowed, and make fewer messages",
+        'micro_batch": 2 => micro_batch": 1',
+        when=lambda see: see.bubble <= MOST_BUBBLE / 2,
+    ),
+    Mistake("each stage needs a layer", ('tp": 2 => tp": 1', 'pp": 2 => pp": 4'), when=elsewhere),
+]
+
+
+def form(form: Any) -> None:
     """The learner's numbers for gpt_tiny on a small cluster, cut between the layers.
 
     Args:
         form: {"nodes": .., "ranks_per_node": .., "parallel.tp": .., ...}.
-        nodes, ranks_per_node: Of the cluster.
     """
-    shape, count = _filled_in(form, "my_form", nodes, ranks_per_node)
-    mistakes = {
-        f"tp={shape.tp} cuts through the layers, and the cut is to go between them": shape.tp != 1,
-        "each rank holds the whole model, and there is room for half of it": shape.pp == 1,
-        _bubble(shape, count): (shape.pp - 1) / count > MOST_BUBBLE,
-    }
-    refuse(mistakes)
+    tell(NUMBERS, _filled_in(form, "my_form"))
 
 
-def hybrid_form(form: Any, nodes: int = 2, ranks_per_node: int = 2) -> None:
+def hybrid_form(form: Any) -> None:
     """The same for a model that is cut between its layers and through them."""
-    shape, count = _filled_in(form, "my_hybrid", nodes, ranks_per_node)
-    parts = shape.tp * shape.pp
-    mistakes = {
-        f"tp={shape.tp} x pp={shape.pp}: a rank holds 1/{parts} of the model, and there is room "
-        "for a quarter": parts < nodes * ranks_per_node,
-        f"pp={shape.pp}: two stages of layers are asked for": shape.pp != nodes,
-        f"tp={shape.tp}: each layer is to be shared by the {ranks_per_node} ranks of a node": (
-            shape.tp != ranks_per_node
-        ),
-        "m = 1: there is one micro-batch in a step, so while a stage works the other one waits, "
-        "half of the time": count == 1,
-        _bubble(shape, count): (shape.pp - 1) / count > MOST_BUBBLE,
-        f"with micro-batches of {form['train.micro_batch']} the bubble is {shape.pp - 1}/{count} "
-        "of the work. Larger ones are allowed, and make fewer messages": (
-            (shape.pp - 1) / count <= MOST_BUBBLE / 2
-        ),
-    }
-    refuse(mistakes)
+    tell(HYBRID_NUMBERS, _filled_in(form, "my_hybrid"))
 
 
-MOST_BUBBLE = 1 / 8  # of the work
-
-
-def _bubble(shape: GridShape, count: int) -> str:
-    return (
-        f"a copy has {count} micro-batches in a step: the bubble is {shape.pp - 1}/{count} of the "
-        "work, and 1/8 is allowed"
-    )
-
-
-def _filled_in(form: Any, name: str, nodes: int, ranks_per_node: int) -> tuple[GridShape, int]:
-    """(The grid of a form, micro-batches of a copy); all GPUs are used, by the right batch."""
+def _filled_in(form: Any, name: str) -> Seen:
+    """The numbers of a form and what follows from them; all GPUs are used, by the right batch."""
     refuse({f"{name} is None: give it the dict with your six numbers": form is None})
     if not isinstance(due(form), Mapping):
         raise Hint(f"{name} is a {type(form).__name__}, not a dict")
     missing = [name for name in SIZE + FIELDS if name not in form]
     unknown = [str(name) for name in form if name not in SIZE + FIELDS]
-    mistakes = {
-        f"the form has no {', '.join(missing)}": missing,
-        f"the script has no blank for {', '.join(unknown)}": unknown,
-    }
-    refuse(mistakes)
+    tell(ANY_FORM, Seen(missing=", ".join(missing), unknown=", ".join(unknown)))
     values = [form[name] for name in SIZE + FIELDS]
     if any(value is ... for value in values):
         raise NotImplementedError("exercise")
     if not all(isinstance(value, int) for value in values):
         raise Hint("all six are whole numbers")
-    asked, per_node, _, _, micro, global_batch = values
-    world = nodes * ranks_per_node
-    right_batch = RECIPE.train.global_batch
-    mistakes = {
-        f"{per_node} ranks per node: a node has {ranks_per_node} GPUs, one for each rank": (
-            per_node > ranks_per_node
-        ),
-        f"{asked} nodes: there are {nodes}, and the job would wait forever": asked > nodes,
-        f"nodes x ranks_per_node = {asked} x {per_node} leave GPUs idle: there are {world}": (
-            asked * per_node != world
-        ),
-        f"global batch {global_batch}: the learning rate of the recipe was chosen for "
-        f"{right_batch}": global_batch != right_batch,
-    }
-    refuse(mistakes)
+    nodes, per_node, _, _, micro, samples = values
+    see: Any = Seen(nodes=nodes, per_node=per_node, micro=micro, samples=samples)
+    tell(ANY_NUMBERS, see)
     try:
         changes = {name: form[name] for name in FIELDS}
-        shape = combinations.check(recipes.with_changes(RECIPE, changes), world)
+        see.grid = combinations.check(recipes.with_changes(RECIPE, changes), WORLD)
     except ValueError as error:
         raise Hint(str(error)) from None
-    return shape, global_batch // (micro * shape.dp)
+    see.parts = see.grid.tp * see.grid.pp
+    see.count = samples // (micro * see.grid.dp)
+    see.idle = see.grid.pp - 1
+    see.bubble = see.idle / see.count
+    return see
 
 
 def script(
@@ -581,6 +720,7 @@ def _ends_with_the_loss(done: Submitted, reference: Sequence[Mapping[str, float]
 EXERCISES = {
     "15.1": Exercise(
         check=layout,
+        mistakes=LAYOUT.rows,
         praise="and what does not fit is refused before anything starts",
         hints=(
             "How many ranks hold one copy of the model?",
@@ -589,7 +729,8 @@ EXERCISES = {
         ),
     ),
     "15.2": Exercise(
-        check=iteration,
+        check=ITERATION,
+        mistakes=ITERATION.rows,
         praise="the parts, the turns, and the gradients once in a step",
         hints=(
             "Write one line for each of: m, act, compute, tp, pp, dp. Put them together last.",
@@ -598,7 +739,8 @@ EXERCISES = {
         ),
     ),
     "15.3": Exercise(
-        check=best_layout,
+        check=BEST,
+        mistakes=BEST.rows,
         praise="the fastest layout that fits, in each of the cases",
         hints=(
             "Two loops, over tp and over pp; dp is what is left. Skip what breaks a rule.",
@@ -608,6 +750,7 @@ EXERCISES = {
     ),
     "15.4": Exercise(
         check=script,
+        mistakes=ANY_FORM + ANY_NUMBERS + NUMBERS,
         praise="two copies on two nodes, and the loss of plain dp",
         hints=(
             "First the nodes and the ranks on each; then tp and pp from the room of a rank.",
@@ -616,6 +759,7 @@ EXERCISES = {
     ),
     "15.5": Exercise(
         check=hybrid,
+        mistakes=ANY_FORM + ANY_NUMBERS + HYBRID_NUMBERS,
         praise="one copy in four parts, and the loss of plain dp",
         hints=(
             "Into how many parts does tp cut the model, and into how many pp? The product is the "

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from labcode.models.layers import Block
 from labcode.perf.saved_bytes import saved_bytes
-from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.exercises.expect import TOLERANCE, diagnose, distance, refuse, tensor, times
 from labcode.teach.exercises.in_notebook import LOOP, bounded, without
 from labcode.teach.labs.l16_limited import Settings, train_within

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from labcode.perf.failures import daly_interval_s, young_interval_s
-from labcode.teach.check import Exercise, Hint, due, is_stub, reason
+from labcode.teach.answer import Exercise, Hint, due, is_stub, reason
 from labcode.teach.exercises.expect import diagnose, refuse, tensor
 from labcode.teach.exercises.in_notebook import without
 from labcode.teach.labs import l17_by_hand, l17_plan, l17_run

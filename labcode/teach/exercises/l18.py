@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from labcode.pool.ranks import Ranks
 from labcode.precision import formats, fp8
-from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.exercises import l18_float16
 from labcode.teach.exercises.expect import (
     careless,

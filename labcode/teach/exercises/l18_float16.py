@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from labcode.models import gpt
-from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.exercises.expect import diagnose, distance, refuse, times
 from labcode.teach.labs.l03_step import CHARACTERS, new_model
 

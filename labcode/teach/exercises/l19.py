@@ -20,7 +20,7 @@ from labcode.pool.answers import RankError
 from labcode.pool.ranks import Ranks
 from labcode.precision import bisect, debug, debug_config, moments
 from labcode.precision.debug_config import Block
-from labcode.teach.check import Exercise, Hint, due, reason
+from labcode.teach.answer import Exercise, Hint, due, reason
 from labcode.teach.exercises.expect import (
     Table,
     careless,

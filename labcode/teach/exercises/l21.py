@@ -13,7 +13,7 @@ from labcode.perf import plan as perf_plan
 from labcode.perf.alpha_beta import Link
 from labcode.perf.cluster import Cluster, load_cluster
 from labcode.perf.estimate import Estimate
-from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.exercises.expect import diagnose, refuse
 from labcode.teach.exercises.in_notebook import LOOP, bounded, without
 from labcode.teach.labs import l20_plan

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from labcode.precision import formats
-from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.exercises.expect import diagnose, distance, refuse, tensor
 from labcode.teach.exercises.in_notebook import without
 from labcode.teach.labs import l22_four_bits as lab

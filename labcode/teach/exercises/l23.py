@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from labcode.models import moe
-from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.exercises.expect import diagnose, distance, refuse, tensor, with_gaps
 from labcode.teach.exercises.in_notebook import without
 from labcode.teach.labs import l23_experts as lab

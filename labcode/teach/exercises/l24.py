@@ -17,7 +17,7 @@ from torch import Tensor
 from labcode.comm.grid import group_of
 from labcode.parallel import experts
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.exercises.expect import (
     careless,
     confirm,

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from labcode.teach.check import Hint
+from labcode.teach.answer import Hint
 from labcode.teach.exercises.expect import settle
 from labcode.teach.exercises.simulated import Endless, Mismatch, Outcome, here, join, simulate
 

@@ -16,7 +16,7 @@ import torch
 
 from labcode import launch
 from labcode.teach import tracebacks
-from labcode.teach.check import Hint
+from labcode.teach.answer import Hint
 from labcode.teach.labs.run_file import COUNTED
 
 LEFT_OPEN = "LEFT OPEN"  # what a footer asserts: the process group is gone at the end

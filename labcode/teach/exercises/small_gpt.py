@@ -14,7 +14,7 @@ from labcode.models.gpt import GPT
 from labcode.models.gpt import loss as gpt_loss
 from labcode.models.layers import initialize
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import is_stub
+from labcode.teach.answer import is_stub
 
 SAMPLES = 16
 CONFIG = GPTConfig(vocab_size=11, num_layers=2, num_heads=2, hidden_size=16, context_length=8)

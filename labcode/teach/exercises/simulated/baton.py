@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from labcode.teach.check import Hint
+from labcode.teach.answer import Hint
 from labcode.teach.exercises.in_notebook import is_library
 from labcode.teach.exercises.simulated.events import Endless, Event, Outcome, Place
 
