@@ -1,11 +1,13 @@
 """A kernel of `make lab` before its first cell: what it says to a `%%px` cell without ranks."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from jupyter_client.manager import KernelManager
+from jupyter_lsp import LanguageServerManager
 from traitlets.config import PyFileConfigLoader
 
 FOLDER = Path(__file__).resolve().parents[2] / "tools" / "jupyter"
@@ -66,3 +68,12 @@ def test_the_server_of_the_course_starts_kernels_with_it_and_a_pool_takes_its_pl
     finally:
         client.stop_channels()
         kernel.shutdown_kernel(now=True)
+
+
+def test_no_language_server_is_started_for_a_notebook(monkeypatch):
+    for name in ("COURSE_PROGRAMS", "COURSE_FOLDER", "PATH", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # the test puts it back
+    config = PyFileConfigLoader("jupyter_server_config.py", str(FOLDER)).load_config()
+    found = LanguageServerManager(config=config)
+    found.init_language_servers()
+    assert found.language_servers == {}
