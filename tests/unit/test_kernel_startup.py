@@ -1,5 +1,6 @@
 """A kernel of `make lab` before its first cell: what it says to a `%%px` cell without ranks."""
 
+import json
 import os
 import subprocess
 import sys
@@ -77,3 +78,8 @@ def test_no_language_server_is_started_for_a_notebook(monkeypatch):
     found = LanguageServerManager(config=config)
     found.init_language_servers()
     assert found.language_servers == {}
+
+
+def test_no_buttons_lie_over_the_links_of_a_cell():
+    page = json.loads((FOLDER / "settings" / "page_config.json").read_text())
+    assert page["disabledExtensions"]["@jupyterlab/cell-toolbar-extension"]
