@@ -15,8 +15,9 @@ from labcode import course, suggest
 from labcode.files import print_out
 
 EPILOG = """\
-Also there: python -m labcode.train RECIPE (a training run), python -m labcode.slurm (job scripts),
-python -m labcode.doctor (is this installation right?), and `make lab`, which opens the course.
+Also there: python -m labcode.train RECIPE (a training run), python -m labcode.perf (does a model
+fit, and how fast is it?), python -m labcode.slurm (job scripts), python -m labcode.doctor (is this
+installation right?), and `make lab`, which opens the course.
 An exercise is done when its check in the notebook says so.
 """
 

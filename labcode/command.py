@@ -18,7 +18,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from io import StringIO
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pydantic
 
@@ -27,6 +27,7 @@ from labcode.arguments import UsageError
 from labcode.config import Config
 from labcode.fields import SHOWN_CHARACTERS, alternatives, described, shown
 from labcode.files import print_out
+from labcode.suggest import did_you_mean, meant
 
 PROGRAM = "python -m labcode.train"
 HELP = ("-h", "--help")
@@ -189,7 +190,10 @@ def _parsed(path: str, word: str, wanted: Any) -> object:
     try:
         return pydantic.TypeAdapter(wanted).validate_strings(word)
     except pydantic.ValidationError:
-        raise UsageError(f"--{path}: {shown(word)} is not {described(wanted)}") from None
+        choices = typing.get_args(wanted) if typing.get_origin(wanted) is Literal else ()
+        hint = did_you_mean(meant(word, choices)).strip()
+        refused = f"--{path}: {shown(word)} is not {described(wanted)}"
+        raise UsageError(f"{refused}: {hint}" if hint else refused) from None
 
 
 # ---- help

@@ -17,6 +17,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from labcode.suggest import did_you_mean, meant
+
 # characters that no name or path needs and that would break a message into lines: control
 # characters, bytes that are no UTF-8, separators of lines and paragraphs
 UNPRINTABLE = ("Cc", "Cs", "Zl", "Zp")
@@ -121,7 +123,8 @@ def _single(path: str, value: object, kind: Any) -> Any:
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if not isinstance(value, str) or value not in choices:
-            raise ValueError(f"{path}={shown(value)}: choose {' or '.join(choices)}")
+            hint = did_you_mean(meant(value, choices)) if isinstance(value, str) else ""
+            raise ValueError(f"{path}={shown(value)}: {hint}choose {' or '.join(choices)}")
         return value
     is_flag = isinstance(value, bool)
     if kind is int and isinstance(value, numbers.Integral) and not is_flag:

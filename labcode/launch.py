@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from labcode import hardware, processes
+from labcode.units import plural
 
 GRACE_S = 5.0  # how long ranks may take to end after an interrupt, before they are killed
 MAX_NPROC = 512
@@ -259,7 +260,7 @@ def _error(folder: Path, code: int, seconds: float, restarts: int, output: str) 
     rank = first["rank"]
     when = f"after {seconds:.1f} s"
     if restarts:
-        when += " and 1 restart" if restarts == 1 else f" and {restarts} restarts"
+        when += f" and {plural(restarts, 'restart')}"
     error = LaunchError(f"rank {rank} failed {when}: {first['error']}", rank, output)
     if first["traceback"]:
         error.add_note(f"on rank {rank}: {first['traceback'].rstrip()}")

@@ -230,13 +230,13 @@ def unknown_field(path: str, known: Mapping[str, object], dashes: str = "") -> s
     spelled = [dashes + name for name in known]
     recipe = known.get("name") or "RECIPE"
     here = CALLED_HERE.get(last)
-    meant = f"{dashes}{here}" if here in known else None
+    instead = f"{dashes}{here}" if here in known else None
     return suggest.unknown(
         "field",
         dashes + path,
         spelled,
         listed=listed,
         quoted=False,
-        meant=meant,
+        instead=instead,
         all_in=f"python -m labcode.train {recipe} --help",
     )

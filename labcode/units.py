@@ -36,6 +36,15 @@ _TIME = (
 )
 
 
+def plural(number: int, name: str) -> str:
+    """The number and its noun: "1 bucket", "2 buckets", "2 switches".
+
+    Held by: tests/unit/test_units.py
+    """
+    ending = "" if number == 1 else "es" if name.endswith("ch") else "s"
+    return f"{number} {name}{ending}"
+
+
 def _three_digits(value: float) -> float:
     return float(f"{value:.3g}")
 

@@ -565,6 +565,8 @@ print(ranks.run(still_here))
 # ![The lessons in five rows, one for each part; an arrow leads from a lesson to each
 # one that needs it](../images/course_map.svg)
 #
+# [The map in full size](../images/course_map.svg)
+#
 # `python -m labcode ways` prints ways through the course for one goal each, such as a DDP script of your own, with the
 # sections that they take and their minutes. `COURSE.md` has them below the map. `python -m labcode way ddp` takes one of
 # them: from then on `python -m labcode` says which section of that way comes next. If you get eight GPUs on Monday, take

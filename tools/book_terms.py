@@ -6,6 +6,10 @@ paragraph with its name, its other forms in parentheses, and what it means:
     **all-reduce** (all-reduced): A collective after which each rank holds the sum of what all
     ranks gave.
 
+What the same words mean elsewhere stands behind the other forms, after "not", and is never linked:
+
+    **message** (messages of ranks; not error message): Bytes that one rank sends to another.
+
 A plural with s is found without being listed. A form with a capital letter is found as it is
 written; others at the beginning of a sentence too. A name with a hyphen is found as the function of
 PyTorch too: `all_reduce`, `dist.all_reduce`.
@@ -29,11 +33,13 @@ class Term(NamedTuple):
     Args:
         name: As the glossary lists it.
         forms: How lessons write it, the name among them.
+        elsewhere: Longer words with a form in them that mean something else.
         text: What it means, Markdown.
     """
 
     name: str
     forms: tuple[str, ...]
+    elsewhere: tuple[str, ...]
     text: str
 
 
@@ -46,15 +52,19 @@ def terms(text: str) -> list[Term]:
     found = []
     owners: dict[str, str] = {}
     for match in _ENTRY.finditer(text):
-        others = match[2].split(", ") if match[2] else []
-        forms = (match[1], *others)
+        others, _, elsewhere = f"; {match[2] or ''}".partition("; not ")
+        forms = (match[1], *_listed(others.removeprefix("; ")))
         meaning = " ".join(line.strip() for line in match[3].splitlines())
-        found.append(Term(forms[0], forms, meaning))
+        found.append(Term(forms[0], forms, _listed(elsewhere), meaning))
         for form in forms:
             if form in owners:
                 raise ValueError(f"{form!r} is a form of {owners[form]!r} and of {forms[0]!r}")
             owners[form] = forms[0]
     return sorted(found, key=_alphabetically)
+
+
+def _listed(words: str) -> tuple[str, ...]:
+    return tuple(words.split(", ")) if words else ()
 
 
 def _alphabetically(term: Term) -> str:
@@ -81,6 +91,7 @@ class FirstUses:
             for form in term.forms:
                 self._names[form] = term.name
                 patterns.append(form)
+            patterns += term.elsewhere
         patterns.sort(key=len, reverse=True)  # "ring all-reduce" before "all-reduce"
         self._use = re.compile(rf"(?<![\w-])({'|'.join(map(_pattern, patterns))})(?:e?s)?(?![\w-])")
 
@@ -108,8 +119,8 @@ class FirstUses:
 
     def _link_once(self, match: re.Match) -> str:
         form = " ".join(match[1].split())
-        name = self._names.get(form) or self._names[form[0].lower() + form[1:]]
-        if name in self.met:
+        name = self._names.get(form) or self._names.get(form[0].lower() + form[1:])
+        if name is None or name in self.met:  # it means something else, or was linked before
             return match[0]
         self.met.append(name)
         return f"{{term}}`{' '.join(match[0].split())} <{name}>`"

@@ -49,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "images"
 INDEX = "index.json"
 PAGE = "README.md"
-BY_HAND = ("lesson_in_use.png", "lesson.gif")  # screenshots: tools/screenshot.py, tools/film.py
+BY_HAND = ("lesson.gif",)  # tools/film.py
 
 
 class Key(NamedTuple):

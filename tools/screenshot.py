@@ -1,7 +1,5 @@
 """Takes a picture of JupyterLab on a lesson, as `make lab` shows it.
 
-images/lesson_in_use.png is one.
-
 python -m tools.screenshot NOTEBOOK "text of a cell" PICTURE [--scale 2] [--dark] [--width 1440]
 python -m tools.screenshot solutions/04_data_parallel_by_hand.ipynb "times_as_much = (" x.png
 """

@@ -32,7 +32,7 @@ from labcode.doctor import hang_options
 from labcode.doctor.answers import FOLDER, QUESTION, Answer, Thread
 from labcode.doctor.find_run import processes_of
 from labcode.files import is_held, write_atomically
-from labcode.units import ranks_text
+from labcode.units import plural, ranks_text
 from labcode.waits import describe
 
 PY_SPY_S = 20.0
@@ -161,7 +161,7 @@ def verdict(before: Answered, after: Answered, world_size: int, apart_s: float) 
     if ranks[MOVES_ON]:
         moving = ranks[MOVES_ON]
         steps = max(after[rank].standing.step - before[rank].standing.step for rank in moving)
-        done = "1 step" if steps == 1 else f"{steps} steps"
+        done = plural(steps, "step")
         return f"slow or well, not stuck: it moves on, by {done} in {apart_s:g} s; now: {who}"
     if ranks[WORKS]:
         working = ranks_text(ranks[WORKS])
@@ -220,7 +220,7 @@ def _stacks(answers: Answered, all_threads: bool) -> list[str]:
         pids = ", ".join(f"{answer.pid} on {answer.host}" for answer in group)
         word = "process" if len(group) == 1 else "processes"
         steps = group[0].standing.step
-        lines += ["", f"{ranks}, {word} {pids}, {steps} steps done"]
+        lines += ["", f"{ranks}, {word} {pids}, {plural(steps, 'step')} done"]
         for thread in threads:
             if all_threads:
                 lines.append(f"  {thread.name}")

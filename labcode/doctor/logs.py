@@ -18,7 +18,7 @@ from labcode.arguments import Parser
 from labcode.doctor import nccl_log, nccl_story
 from labcode.files import print_out
 from labcode.slurm.log import story, tell
-from labcode.suggest import closest
+from labcode.suggest import did_you_mean, meant
 
 HELP = {
     "job": "what failed first in a job, and what only followed, from what it printed",
@@ -66,10 +66,9 @@ def read_files(names: Sequence[str]) -> dict[str, str]:
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             beside = [entry.name for entry in path.parent.glob("*") if entry.is_file()]
-            near = closest(path.name, beside)
-            meant = f"did you mean {path.with_name(near)}? " if near else ""
+            near = [str(path.with_name(name)) for name in meant(path.name, beside)]
             raise ValueError(
-                f"{name}: {reason}: {meant}give the files that the job wrote"
+                f"{name}: {reason}: {did_you_mean(near)}give the files that the job wrote"
             ) from None
         if b"\0" in content[:BINARY_LOOK]:
             raise ValueError(f"{name} is no text: give what the job printed, its stdout or stderr")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from labcode.doctor.nccl_graph import Communicator, NcclLog
 from labcode.slurm.variables import Where, judge
-from labcode.units import listed, ranks_text
+from labcode.units import listed, plural, ranks_text
 
 IN = "    "
 WAYS = {
@@ -54,9 +54,7 @@ def tell(log: NcclLog) -> list[str]:
 
 
 def _counts(comm: Communicator) -> str:
-    hosts = len(comm.hosts)
-    ranks = "1 rank" if comm.size == 1 else f"{comm.size} ranks"
-    return f"{ranks} on 1 host" if hosts == 1 else f"{ranks} on {hosts} hosts"
+    return f"{plural(comm.size, 'rank')} on {plural(len(comm.hosts), 'host')}"
 
 
 def _hosts(log: NcclLog, ranks_of: Mapping[str, list[int]]) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from labcode.doctor.facts import Facts, FindingError
-from labcode.units import ranks_text
+from labcode.units import plural, ranks_text
 
 WATCHED = ("all_reduce", "broadcast", "reduce", "barrier", "all_gather", "all_gather_into_tensor")
 WATCHED += ("reduce_scatter_tensor", "all_to_all_single", "gather", "scatter")
@@ -214,8 +214,8 @@ def mismatch(notes: list[Note]) -> tuple[str, str, list[int], str]:
     ended, longer = _unequal_ends(notes)
     if ended:
         read = [note.story.batches for note in notes]
-        what = f"the loader of {ranks_text(ended)} ended after {_batches(read[ended[0]])}"
-        what = f"{what}, {ranks_text(longer)} read {_batches(read[longer[0]])}; {now}"
+        what = f"the loader of {ranks_text(ended)} ended after {plural(read[ended[0]], 'batch')}"
+        what = f"{what}, {ranks_text(longer)} read {plural(read[longer[0]], 'batch')}; {now}"
         return "skipped call", what, ended, EVEN_ENDS
 
     gone = [rank for rank, call in enumerate(calls) if call == LEFT]
@@ -268,10 +268,6 @@ def _minority(calls: list[str]) -> list[int]:
 
 def _others(ranks: list[int], notes: list[Note]) -> list[int]:
     return [rank for rank in range(len(notes)) if rank not in ranks]
-
-
-def _batches(number: int) -> str:
-    return "1 batch" if number == 1 else f"{number} batches"
 
 
 def _group_in(args: tuple[Any, ...]) -> Any:

@@ -62,7 +62,7 @@ def main(words: Sequence[str]) -> int:
         if words and words[0] in (*model_names(), *RECIPES):
             raise ValueError(
                 f"a command comes before {words[0]}: "
-                f"{PROGRAM} fits --model {words[0]} --gpus 8 --gpu h100"
+                f"{PROGRAM} fits --model {words[0]} --gpus 8 --gpu h100-80gb"
             )
         options = parser.parse_args(words)
         if options.command is None:

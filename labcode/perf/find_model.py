@@ -63,9 +63,12 @@ def find_model(
     path = Path(name)
     if path.exists():
         return replaced(hub_config.read(path, sequence_length), vocab_size, None)
-    if name.endswith(".json") or (path.parent.is_dir() and path.parent != Path()):
-        raise ValueError(f"there is no file {name}: give the path of a config.json of the hub")
     sizes = published_sizes() | dict.fromkeys(RECIPES)
+    if name.endswith(".json") or (path.parent.is_dir() and path.parent != Path()):
+        raise ValueError(
+            f"there is no file {name}: give the path of a config.json of the hub, or one of the "
+            f"names {', '.join(sizes)}"
+        )
     if "/" not in name:
         raise ValueError(f"{unknown_model(name, sizes)}; {OTHER_WAYS}")
     meant = nearest(name.rpartition("/")[2], sizes)

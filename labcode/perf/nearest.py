@@ -33,7 +33,7 @@ def unknown_model(name: str, sizes: Mapping[str, float | None]) -> str:
     if meant is None:
         return f"unknown model {name!r}, and none has nearly that size: {there}"
     if difflib.SequenceMatcher(None, name.lower(), meant).ratio() > ALIKE:
-        return unknown("model", name, sizes, meant=meant)
+        return unknown("model", name, sizes, instead=meant)
     return f"unknown model {name!r}: the nearest in size is {meant}; {there}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from labcode.perf.estimate import Estimate
 from labcode.perf.plan import Layout, Plan, Refusal
 from labcode.topology import GridShape
-from labcode.units import GIB, seconds
+from labcode.units import GIB, plural, seconds
 
 BAR = 24  # characters of the longest bar
 
@@ -62,7 +62,7 @@ def estimate_text(found: Estimate, shape: GridShape) -> str:
     verdict = "fits into" if found.fits else "does not fit into"
     return "\n".join(
         (
-            f"{shape}: {shape.world_size} ranks",
+            f"{shape}: {plural(shape.world_size, 'rank')}",
             f"step {seconds(found.step_s)} ({seconds(least)} to {seconds(most)} in 8 of 10 cases), "
             f"MFU {100 * found.mfu:.0f} %",
             "",
@@ -127,7 +127,11 @@ def plan_text(found: Plan, *, top: int = 10, every: bool = False) -> str:
         every: Whether layouts that share a grid have a line each; otherwise its fastest.
     """
     layouts = list(found.ranked) if every else best_of_each_grid(found)
-    lines = [f"{len(found.ranked)} layouts fit, {len(found.refused)} do not"]
+    counts = f"{plural(len(found.ranked), 'layout')} that fit, {len(found.refused)} that do not"
+    lines = [counts]
+    if len(layouts) < len(found.ranked):
+        grids = plural(len(layouts), "grid")
+        lines = [f"{counts}; on {grids}, of each the fastest layout (all of them: --every)"]
     if layouts:
         rows = [layout_row(layout) for layout in layouts[:top]]
         lines.append("")

@@ -26,6 +26,7 @@ from labcode.slurm.script.job import TRAIN, Job
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import Site, load
 from labcode.suggest import unknown
+from labcode.units import plural
 
 PROGRAM = "python -m labcode.slurm"
 _USAGE = """\
@@ -168,7 +169,7 @@ def _refuse_command(args: Sequence[str]) -> None:
     check_no_command(first, COMMANDS, PROGRAM)
     if first in RECIPES:
         raise UsageError(f"a command comes before {first}: {PROGRAM} submit {' '.join(args)}")
-    raise UsageError(unknown("command", first, COMMANDS, meant=COMMANDS_OF_SLURM.get(first)))
+    raise UsageError(unknown("command", first, COMMANDS, instead=COMMANDS_OF_SLURM.get(first)))
 
 
 WORDS_OF_SBATCH = {
@@ -195,9 +196,9 @@ def _check_name(name: str) -> None:
     known = [_dashed(field.name) for field in fields(Options)]
     flags = [_dashed(f"no_{field.name}") for field in fields(Options) if field.type is bool]
     if name.replace("_", "-") not in (*known, *flags):
-        meant = WORDS_OF_SBATCH.get(name)
+        here = WORDS_OF_SBATCH.get(name)
         all_in = f"{PROGRAM} submit --help"
-        raise UsageError(unknown("option", name, known, quoted=False, meant=meant, all_in=all_in))
+        raise UsageError(unknown("option", name, known, quoted=False, instead=here, all_in=all_in))
 
 
 def _dashed(name: str) -> str:
@@ -261,9 +262,9 @@ def _lint(target: str | None, options: Options, overrides: Sequence[str]) -> int
     for problem in problems:
         print(f"{target}, {problem}")
     errors = [problem for problem in problems if problem.severity == "error"]
-    warnings = len(problems) - len(errors)
+    found = f"{plural(len(errors), 'error')}, {plural(len(problems) - len(errors), 'warning')}"
     known = f", site {options.site}" if options.site else ""
-    print(f"{len(errors)} errors, {warnings} warnings, {len(RULES)} rules{known}")
+    print(f"{found}, {len(RULES)} rules{known}")
     return 1 if errors else 0
 
 
@@ -318,7 +319,7 @@ def _status(target: str | None, options: Options, overrides: Sequence[str]) -> i
 def _show_job(handle: Handle) -> None:
     info = handle.info()
     reason = f" ({info.reason})" if info.reason else ""
-    restarts = f", {info.restarts} restarts" if info.restarts else ""
+    restarts = f", {plural(info.restarts, 'restart')}" if info.restarts else ""
     where = info.nodes or "no nodes yet"
     print(f"job {info.id} {info.name!r}: {info.state}{reason}{restarts}")
     print(f"{info.run_time} of {info.time_limit} on {where}; log: {info.log}")

@@ -26,7 +26,7 @@ from labcode.config import GPTConfig, ParallelConfig
 from labcode.perf.of_config import SHIPPED_TOKENS
 from labcode.perf.one_rank import Calls, rank_activation_bytes, rank_calls, rank_parameters
 from labcode.topology import GridShape
-from labcode.units import binary_bytes, seconds
+from labcode.units import binary_bytes, plural, seconds
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def main(words: Sequence[str]) -> int:
         "num_micro_batches": micro_batches,
         "sequence_parallel": resolved.config.parallel.sequence_parallel,
     }
-    print(f"{shape}: {shape.world_size} ranks, {micro_batches} micro-batches")
+    print(f"{shape}: {plural(shape.world_size, 'rank')}, {plural(micro_batches, 'micro-batch')}")
     agrees = True
     for stage in sorted({0, shape.pp // 2, shape.pp - 1}):
         found = dry_run(model, shape, shape.rank(pp=stage), **options)

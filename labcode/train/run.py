@@ -48,6 +48,7 @@ from labcode.train.precision import check_device
 from labcode.train.run_folder import RunFolder
 from labcode.train.signals import StopSignals
 from labcode.train.tasks import Task, make_task
+from labcode.units import plural
 
 RESUME = "with the same command, --checkpoint.resume and the same --train.out"
 CTRL_C = "Ctrl-C"  # the last word of a rank that it has ended
@@ -538,7 +539,7 @@ def who_and_where(resolved: Resolved, world: World) -> str:
     shape = resolved.shape
     hosts: list[str] = [""] * world.world_size
     dist.all_gather_object(hosts, socket.gethostname())
-    ranks = "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
+    ranks = plural(world.world_size, "rank")
     axes = " x ".join(f"{axis} {shape.size(axis)}" for axis in ("dp", "pp", "cp", "tp"))
     if shape.ep > 1:
         axes += f", experts over ep {shape.ep} of dp"

@@ -97,6 +97,32 @@ def test_all_reduce_is_first_used_where_it_is_explained():
     assert "all-reduce" in page.met
 
 
+def test_longer_words_that_mean_something_else_are_not_linked():
+    glossary = GLOSSARY + "\n**message** (not error message): Bytes.\n"
+    glossary += "\n**profiler** (profile; not site profile, profile of a site): A tool.\n"
+    known = book_terms.terms(glossary)
+    assert known[1].forms == ("message",) and known[2].forms == ("profiler", "profile")
+    page = book_terms.FirstUses(known)
+    text = "Error messages, a site\nprofile and the profile of a site. "
+    assert page.link(text + "Messages and profiles.") == (
+        text + "{term}`Messages <message>` and {term}`profiles <profiler>`."
+    )
+
+
+def test_what_another_word_means_in_a_lesson_is_not_linked():
+    known = book_terms.terms((ROOT / "book" / "glossary.md").read_text())
+    for text in (
+        "without any error message",
+        "starts in four stages",
+        "at each stage of ZeRO",
+        "AdamW's eps",
+        "it hangs a hook on each",
+    ):
+        page = book_terms.FirstUses(known)
+        linked = page.link(text)
+        assert not {"message", "stage", "expert parallelism", "hang"}.intersection(page.met), linked
+
+
 def test_a_term_may_go_over_the_end_of_a_line():
     assert uses().link("one ring\nall-reduce") == ("one {term}`ring all-reduce <ring all-reduce>`")
 

@@ -301,3 +301,9 @@ def test_the_help_has_what_stands_above_a_field_and_behind_it(capsys):
     (tp,) = [i for i, line in enumerate(lines) if line.startswith("  --parallel.tp ")]
     assert lines[zero + 1].strip().startswith("what is divided over dp: 1 the optimizer's state")
     assert lines[tp + 1].strip() == "ranks of tensor parallelism"
+
+
+def test_another_name_of_a_dtype_is_answered_with_ours():
+    for typed, ours in (("fp16", "float16"), ("bf16", "bfloat16"), ("half", "float16")):
+        with pytest.raises(command.UsageError, match=f"did you mean {ours}[?]$"):
+            command.parse(["gpt_tiny", "--train.dtype", typed])

@@ -1,7 +1,6 @@
 """The pictures in images/ are what would be drawn now; the map of the course is its lessons'."""
 
 import itertools
-import shutil
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -148,7 +147,6 @@ def test_no_arrow_of_the_map_runs_over_a_lesson():
 
 def test_the_command_names_what_is_stale(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(images, "pictures", lambda: {"small": small})
-    shutil.copy(images.IMAGES / "lesson_in_use.png", tmp_path)
     monkeypatch.setattr(film, "is_stale", lambda path, notebook: False)
     assert images.main(["--check"], tmp_path) == 1
     assert capsys.readouterr().out == "images/small is stale: run `make images`\n"

@@ -1,11 +1,14 @@
 """A kernel of `make lab` before its first cell: what it says to a `%%px` cell without ranks."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from jupyter_client.manager import KernelManager
+from jupyter_lsp import LanguageServerManager
 from traitlets.config import PyFileConfigLoader
 
 FOLDER = Path(__file__).resolve().parents[2] / "tools" / "jupyter"
@@ -66,3 +69,17 @@ def test_the_server_of_the_course_starts_kernels_with_it_and_a_pool_takes_its_pl
     finally:
         client.stop_channels()
         kernel.shutdown_kernel(now=True)
+
+
+def test_no_language_server_is_started_for_a_notebook(monkeypatch):
+    for name in ("COURSE_PROGRAMS", "COURSE_FOLDER", "PATH", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # the test puts it back
+    config = PyFileConfigLoader("jupyter_server_config.py", str(FOLDER)).load_config()
+    found = LanguageServerManager(config=config)
+    found.init_language_servers()
+    assert found.language_servers == {}
+
+
+def test_no_buttons_lie_over_the_links_of_a_cell():
+    page = json.loads((FOLDER / "settings" / "page_config.json").read_text())
+    assert page["disabledExtensions"]["@jupyterlab/cell-toolbar-extension"]

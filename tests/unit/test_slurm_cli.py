@@ -53,6 +53,13 @@ def test_options_and_fields_of_the_recipe_may_be_mixed():
     assert job == Job("gpt_tiny", tuple(overrides), nodes=2, ranks_per_node=4)
 
 
+def test_a_job_that_is_too_large_for_this_machine_hears_how_to_name_a_cluster(capsys):
+    words = ["render", "gpt_tiny", "--nodes", "2", "--ranks-per-node", "4"]
+    assert main([*words, "--site", "perlmutter"]) == 0
+    assert main(words) == 2
+    assert capsys.readouterr().err.endswith("or name your cluster: --site perlmutter\n")
+
+
 @pytest.mark.parametrize(("name", "ranks"), [("lumi", 8), ("perlmutter", 4), ("own.yaml", 2)])
 def test_without_a_word_each_gpu_of_a_node_has_a_rank(name, ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -208,3 +215,10 @@ def test_planning_needs_no_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_one_error_is_no_errors(tmp_path, capsys):
+    script = tmp_path / "train.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --node 2\n#SBATCH --time=10\nsrun python x.py\n")
+    assert main(["lint", str(script)]) == 1
+    assert "\n1 error, 0 warnings, " in capsys.readouterr().out

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labcode.suggest import closest, unknown
+from labcode.suggest import closest, did_you_mean, meant, unknown
 
 RECIPES = ("gpt_tiny", "gpt_10m", "vit_tiny")
 
@@ -66,3 +66,40 @@ def test_of_a_dotted_name_the_last_part_counts_first(typed, meant):
 def test_nothing_to_choose_from():
     assert unknown("site", "local", ()) == "unknown site 'local': there are none"
     assert closest("local", ()) is None
+
+
+GPUS = ("v100-16gb", "v100-32gb", "a100-40gb", "h100-80gb", "h100-96gb", "h200", "b200")
+
+
+@pytest.mark.parametrize(
+    ("typed", "names"),
+    [
+        ("h100", ["h100-80gb", "h100-96gb"]),  # and not h200, which is more alike
+        ("H100", ["h100-80gb", "h100-96gb"]),
+        ("v100", ["v100-16gb", "v100-32gb"]),
+        ("A100-40", ["a100-40gb"]),
+        ("H200", ["h200"]),
+        ("h", []),
+        ("h1000", ["h100-80gb"]),  # begins none: likeness
+    ],
+)
+def test_what_begins_with_the_word_comes_before_what_is_alike(typed, names):
+    assert meant(typed, GPUS) == names
+    assert closest(typed, GPUS) == (names[0] if len(names) == 1 else None)
+
+
+def test_all_that_a_word_begins_are_named():
+    question = "did you mean h100-80gb or h100-96gb? there are"
+    assert unknown("GPU", "H100", GPUS).startswith(f"unknown GPU 'H100': {question}")
+    assert did_you_mean(["a", "b", "c"]) == "did you mean a, b or c? "
+    many = [f"gpt_{number}" for number in range(9)]
+    assert len(meant("gpt", many)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "dtype"),
+    [("fp16", "float16"), ("half", "float16"), ("bf16", "bfloat16"), ("FP32", "float32")],
+)
+def test_a_dtype_goes_by_other_names(typed, dtype):
+    assert meant(typed, ("auto", "float32", "bfloat16", "float16", "fp8")) == [dtype]
+    assert meant(typed, ("softmax", "sigmoid")) == []

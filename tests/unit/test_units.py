@@ -127,3 +127,8 @@ def test_seconds_are_read_back_and_no_part_is_a_whole_unit_of_the_next(duration_
 )
 def test_ranks_are_listed_as_one_would_say_them(ranks: Iterable[int], text: str) -> None:
     assert units.ranks_text(ranks) == text
+
+
+def test_one_thing_has_no_s():
+    assert [units.plural(number, "rank") for number in range(3)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert units.plural(2, "micro-batch") == "2 micro-batches"

@@ -39,8 +39,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 c.LabApp.news_url = None  # no look-up on the network
 c.LabApp.check_for_updates_class = "jupyterlab.NeverCheckForUpdate"
+# `make setup` installs basedpyright, and jupyter-lsp would start it for a notebook: a process that
+# no lesson needs, and whose complaints are dialogs over the page
+c.LanguageServerManager.autodetect = False
 # overrides.json: no question about news, whole names in the file list, Markdown as a page
-# page_config.json: no panel of IPython Parallel, no tiles of Jupytext
+# page_config.json: no panel of IPython Parallel, no tiles of Jupytext, no buttons inside a cell
+# (they cover the link to the next lesson; the toolbar and the menus of the notebook have them)
 c.LabApp.app_settings_dir = str(here / "settings")
 # links to the sections of a lesson land on them
 c.LabApp.extra_labextensions_path = [str(here / "labextensions")]

@@ -6,7 +6,7 @@ from labcode.slurm.lint.model import BatchJob, gpus
 from labcode.slurm.lint.options import OPTIONS, SRUN_ONLY
 from labcode.slurm.lint.parse import directive_options
 from labcode.slurm.lint.rule import Facts, Found, collector
-from labcode.suggest import closest
+from labcode.suggest import did_you_mean, meant
 
 RULES, rule = collector()
 _AS_WRITTEN = {"comment", "export", "job-name", "wrap"}  # here a `$` does no harm
@@ -56,7 +56,7 @@ def _inert(job: BatchJob, facts: Facts) -> Found:
         inert = re.match(r"\s*#\s*(\w+)\s+(-.*)", line)
         if inert is None or line.startswith("#SBATCH") or re.match(r"\s*#\s+sbatch", line):
             continue
-        if not closest(inert[1].upper(), ("SBATCH",)):
+        if not meant(inert[1], ("SBATCH",)):
             continue
         names = [name for name, _ in directive_options(inert[2])]
         # an alternative to a directive that holds
@@ -96,11 +96,11 @@ def _unknown_option(job: BatchJob, facts: Facts) -> Found:
     for directive in job.directives:
         if directive.name in OPTIONS:
             continue
-        match = closest(directive.name, OPTIONS)
+        near = [f"--{name}" for name in meant(directive.name, OPTIONS)]
         if directive.name in SRUN_ONLY:
             yield directive.line, f"--{directive.name} is for srun"
-        elif match:  # else it can be of a plugin of the site
-            yield directive.line, f"--{directive.name}: did you mean --{match}?"
+        elif near:  # else it can be of a plugin of the site
+            yield directive.line, f"--{directive.name}: {did_you_mean(near).strip()}"
 
 
 @rule(

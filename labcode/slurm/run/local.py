@@ -27,8 +27,8 @@ from labcode.slurm.run.answers import FINAL, JobInfo
 from labcode.slurm.run.handle import Handle
 from labcode.slurm.run.supervisor import GRACE_S, MODULE, OWN_PID, Plan, Record
 from labcode.slurm.script.job import Job
-from labcode.slurm.script.render import count
 from labcode.slurm.script.site import Site
+from labcode.units import plural
 
 
 class LocalHandle(Handle):
@@ -128,9 +128,9 @@ def start(job: Job, site: Site, folder: Path, keep: bool = False) -> LocalHandle
             # Ctrl-C reaches the submitting process alone, which then cancels the job.
             start_new_session=True,
         )
-    nodes = count(job.nodes, "emulated node")
+    nodes = plural(job.nodes, "emulated node")
     device = f", {gpus} GPUs" if gpus >= job.world_size else ""
-    where = f"this machine, no SLURM: {nodes} x {count(job.ranks_per_node, 'rank')}{device}"
+    where = f"this machine, no SLURM: {nodes} x {plural(job.ranks_per_node, 'rank')}{device}"
     return LocalHandle(record, where, keep, job.minutes * 60 + 60.0, process)
 
 

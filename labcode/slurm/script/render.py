@@ -16,6 +16,7 @@ from labcode.slurm.script.predict import header
 from labcode.slurm.script.quote import expanded, for_sbatch, inside, literal
 from labcode.slurm.script.site import Container, Gpus, Site
 from labcode.topology import GridShape
+from labcode.units import plural
 
 COLUMN = 40  # where comments begin
 WIDTH = 88  # of comments that fill their line
@@ -26,11 +27,6 @@ Row = tuple[str, str | int | bool | None, str]  # option of sbatch, value, comme
 def commented(line: str, comment: str) -> str:
     """The line with a comment beside it, if there is one."""
     return f"{line:{COLUMN}} # {comment}" if comment else line
-
-
-def count(number: int, what: str) -> str:
-    """ "1 node", "2 nodes"."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 _TEMPLATES = jinja2.Environment(
@@ -89,7 +85,9 @@ def _check_fits(job: Job, site: Site) -> None:
     for name, asked, limit, most in limits:
         if most is not None and asked > most:
             found = f"{name}={asked} is more than {limit}={most} of {site.name}"
-            raise ValueError(f"{found}: ask for less")
+            # who names no site has this machine
+            other = ", or name your cluster: --site perlmutter" if site.name == "local" else ""
+            raise ValueError(f"{found}: ask for less{other}")
     if job.max_restarts and site.launcher != "torchrun":
         found = f"max_restarts={job.max_restarts}, but on {site.name} srun starts the ranks"
         raise ValueError(f"{found}, and starts none again: leave it out, or use launcher: torchrun")
@@ -115,7 +113,7 @@ def _as_comments(notes: Sequence[str], first_word: str = "Note: ") -> list[str]:
 
 
 def _title(job: Job, shape: GridShape | None) -> str:
-    title = f"{job.name}: {count(job.nodes, 'node')} x {count(job.ranks_per_node, 'rank')}"
+    title = f"{job.name}: {plural(job.nodes, 'node')} x {plural(job.ranks_per_node, 'rank')}"
     return f"{title}, {shape}" if shape else title
 
 

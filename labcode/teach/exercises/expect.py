@@ -22,7 +22,7 @@ from labcode.comm.grid import group_of
 from labcode.pool.ranks import RankError, Ranks
 from labcode.teach.answer import RETURNED_NONE, Hint, is_stub, reason
 from labcode.teach.exercises.simulated import Endless, Event, Mismatch, Outcome, Stuck, simulate
-from labcode.units import ranks_text
+from labcode.units import plural, ranks_text
 from labcode.waits import EVERY_RANK, broken_rule
 
 TOLERANCE = 1e-9
@@ -155,12 +155,6 @@ def sequence(value: Any, wanted: str) -> None:
 
 def _article(name: str) -> str:
     return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
-
-
-def plural(number: int, name: str) -> str:
-    """The number and its noun: "1 bucket", "2 buckets", "2 switches"."""
-    ending = "" if number == 1 else "es" if name.endswith("ch") else "s"
-    return f"{number} {name}{ending}"
 
 
 # ---- runs
