@@ -450,23 +450,25 @@ def solution_of(exercise: str, folder: Path) -> Solution | None:
     return None
 
 
-def check_call(exercise: str, folder: Path) -> str:
-    """The call in the check cell of an exercise, as `check("4.1", average_gradients, ranks)`.
+def check_calls(lesson: str, folder: Path) -> dict[str, str]:
+    """The calls in the check cells of a lesson: {"4.1": "check("4.1", average_gradients, ranks)"}.
 
     Args:
-        exercise: "4.1".
-        folder: Of the student notebooks.
+        lesson: "4".
+        folder: Of notebooks, student versions or solutions.
 
     Returns:
-        The call; "" where no notebook of the folder has it.
+        The call of each exercise, as far as the notebooks of the folder have it.
     """
-    lesson = exercise.partition(".")[0]
+    found: dict[str, str] = {}
     for path in sorted(folder.glob(f"{lesson:0>2}*_*.ipynb")):  # "03" and "03b"
         for cell in _json(path).get("cells", []):
             text = "".join(cell["source"])
-            if cell["cell_type"] == "code" and exercise in CHECK.findall(text):
-                return _call_in(text, exercise)
-    return ""
+            if cell["cell_type"] != "code":
+                continue
+            for exercise in CHECK.findall(text):
+                found.setdefault(exercise, _call_in(text, exercise))
+    return found
 
 
 def _call_in(text: str, exercise: str) -> str:
@@ -555,7 +557,21 @@ def ahead(way: Way, known: list[Lesson], done: set[str]) -> list[tuple[Lesson, S
     return found
 
 
-def what_follows(exercise: str, folder: Path) -> str:
+class Follows(NamedTuple):
+    """Where a way goes on.
+
+    Args:
+        head: "Next on the way ddp: ", or all that is to be said at its end.
+        place: "04_topic.ipynb, section 2, Its title (10 min)"; "" at the end.
+        address: What leads there from a notebook beside it in JupyterLab.
+    """
+
+    head: str
+    place: str = ""
+    address: str = ""
+
+
+def what_follows(exercise: str, folder: Path) -> Follows | None:
     """Where the way goes on after the section of an exercise that has passed.
 
     Args:
@@ -563,24 +579,36 @@ def what_follows(exercise: str, folder: Path) -> str:
         folder: Of the student notebooks.
 
     Returns:
-        One sentence; "" if no way is chosen, the section is not on it, or has an open exercise.
+        The place; None if no way is chosen, the section is not on it, or has an open exercise.
     """
     name = chosen_way(folder)
     if name is None:
-        return ""
+        return None
     done = passed(folder)
     taken = steps(WAYS[name], lessons(folder))
     for place, (_, section) in enumerate(taken):
         if exercise not in section.exercises or not done.issuperset(section.exercises):
             continue
         if place + 1 == len(taken):
-            return f"This was the last section on the way {name}."
+            return Follows(
+                f"This was the last section on the way {name}{_still_open(taken, done)}."
+            )
         lesson, follows = taken[place + 1]
-        return (
-            f"Next on the way {name}: {lesson.notebook.name}, section {follows.number}, "
-            f"{follows.title} ({follows.minutes} min)."
+        notebook = lesson.notebook.name
+        return Follows(
+            f"Next on the way {name}: ",
+            f"{notebook}, section {follows.number}, {follows.title} ({follows.minutes} min)",
+            f"{notebook}#{follows.anchor}",
         )
-    return ""
+    return None
+
+
+def _still_open(taken: list[tuple[Lesson, Section]], done: set[str]) -> str:
+    """The exercises of a way that are open: "; still open on it: 1.0, 4.3"; "" is none."""
+    still = []
+    for _, section in taken:
+        still += [exercise for exercise in section.exercises if exercise not in done]
+    return f"; still open on it: {', '.join(still)}" if still else ""
 
 
 def _write_progress(content: dict[str, Any], folder: Path) -> bool:

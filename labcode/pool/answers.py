@@ -1,10 +1,13 @@
 """What the ranks of a pool answer: results, prints and failures, and the one error made of them."""
 
 import re
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
+
+from labcode.units import ranks_text
 
 CALLED_EXIT = "exit()"  # in place of the name of an error: the message is the exit code
 MAX_TEXT = 4000  # characters of an error's message; a data set in it helps nobody
@@ -101,6 +104,36 @@ def raise_stopped(
 ) -> None:
     """Raise an error of the pool's own, with the place in which a rank was stopped."""
     raise _with_notes(kind(text, rank), places[rank].get("frames", []), answers)
+
+
+def where_ranks_were(places: Sequence[Answer], answers: Sequence[Answer]) -> str:
+    """In which line each rank was stopped: "rank 0 was in f, line 2, ranks 1-3 were done".
+
+    Args:
+        places: What each rank has said of its frames; empty: nothing.
+        answers: Of all ranks; empty: a rank that has not answered.
+    """
+    alike: dict[str, list[int]] = {}
+    for rank, (place, answer) in enumerate(zip(places, answers)):
+        where = "done" if answer else _where(place.get("frames", []))
+        alike.setdefault(where, []).append(rank)
+    parts = []
+    for where, ranks in alike.items():
+        verb = "was" if len(ranks) == 1 else "were"
+        parts.append(f"{ranks_text(ranks)} {verb} {where}")
+    return ", ".join(parts)
+
+
+def _where(frames: Sequence[Any]) -> str:
+    """The innermost line of a rank that belongs to no library: "in f, line 2"."""
+    paths = sysconfig.get_paths()
+    libraries = (paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"])
+    for filename, line_number, name, _ in reversed(frames):
+        if filename.startswith(libraries):
+            continue
+        is_named = not name.startswith("<")  # "<module>" is a cell, "<lambda>" a lambda
+        return f"in {name}, line {line_number}" if is_named else f"in line {line_number}"
+    return "at work"
 
 
 def _text(failure: Failure) -> str:

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, Literal
 from IPython.core.getipython import get_ipython
 
 from labcode.fork_server import ForkServer
+from labcode.hardware import usable_cores
 from labcode.pool import cells, wire
 from labcode.pool.answers import (
     LOST_PEER,
@@ -41,6 +42,7 @@ from labcode.pool.answers import (
     raise_first,
     raise_stopped,
     text_of,
+    where_ranks_were,
 )
 from labcode.pool.limits import check_arguments, make_room, time_limit_s
 from labcode.pool.processes import Processes, server
@@ -53,6 +55,7 @@ COLLECT_S = 0.02  # for which answers are waited for before the pool looks at th
 HANG_S = 5.0  # how long ranks may wait for one that does not come, before the pool says so
 LOOK_S = 0.5  # between two looks at what the ranks wait for
 WHERE_S = 1.0  # how long a rank may take to say where it is
+MANY_PER_CORE = 4  # ranks on each core, above which a pool is most likely a slip
 
 
 def _say_nothing(_text: str) -> None:
@@ -102,6 +105,13 @@ class Ranks:
         if device not in ("cpu", "cuda"):
             raise ValueError(f"Ranks(device={device!r}): give 'cpu' or 'cuda'")
         make_room(n)
+        num_cores = len(usable_cores())
+        if n > MANY_PER_CORE * num_cores:
+            cores = "1 core" if num_cores == 1 else f"{num_cores} cores"
+            Ranks.warn(
+                f"{n} ranks share {cores} here: they take turns, so results are right and times "
+                "are long"
+            )
         self.n = n
         self.timeout_s = timeout_s
         self._beside = beside
@@ -197,8 +207,15 @@ class Ranks:
             RankError: A rank raised, or its process died. The others were ended; the pool can be
                 used again.
             LateError: Some ranks, which it names, were still at work after `limit_s`.
-            TypeError: `fn` or an argument cannot be sent.
+            TypeError: `fn` is no function, or it or an argument cannot be sent.
+            KeyboardInterrupt: Somebody has interrupted; the text says where the ranks were.
         """
+        if not callable(fn):
+            given = "None" if fn is None else f"an object of type {type(fn).__name__}"
+            raise TypeError(
+                f"`run` was given {given} and no function: give the function itself, without (), "
+                "and its arguments after it, as in ranks.run(f, x)"
+            )
         if pass_rank is None:
             pass_rank = _asks_for_rank(fn)
         payload = wire.pack_call(fn, args, kwargs)
@@ -238,6 +255,8 @@ class Ranks:
             is_good = stopped is None and not processes.any_failed
             if not is_good:
                 processes.ask_where(WHERE_S if stopped else 0.0)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_what_was_interrupted(processes)) from None
         finally:
             for stream_name, stream in (("out", sys.stdout), ("err", sys.stderr)):
                 for rank in range(self.n):
@@ -323,6 +342,16 @@ class Ranks:
 
 def _do_nothing() -> None:
     pass
+
+
+def _what_was_interrupted(processes: Processes) -> str:
+    """Where the ranks are, and that the pool can be used again."""
+    with contextlib.suppress(Exception):  # the interrupt may have cut an answer in two
+        processes.ask_where(WHERE_S)
+    where = where_ranks_were(processes.places, processes.answers)
+    if processes.record.waiting():
+        where = f"{where} ({processes.record.explain(processes.answered)})"
+    return f"you interrupted: {where}; the next call starts all ranks anew"
 
 
 class _Watch:

@@ -12,8 +12,11 @@ learner has written.
 """
 
 import ast
+import contextlib
+import functools
 import importlib
 import inspect
+import re
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -24,6 +27,7 @@ from IPython.core.getipython import get_ipython
 
 from labcode import course, suggest
 from labcode.pool.limits import limited
+from labcode.pool.ranks import Ranks
 from labcode.teach import progress, show, tracebacks
 from labcode.teach.answer import Exercise, is_stub, reason
 from labcode.teach.compare import compare
@@ -37,7 +41,30 @@ __all__ = [
 ]
 
 NOT_DONE = "not done yet"
+NOT_CALLABLE = re.compile(r"'(\w+)' object is not callable")
+# Of torch.distributed; with async_op=True they return a request, and else None.
+WRITE_INTO_WHAT_THEY_GET = {
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+}
 LIMIT_S = 60.0  # of each call on ranks in a check, so that a loop without an end ends
+
+
+class _WrongCall(Exception):
+    """`check` itself was called in another way than its cell calls it; that is no wrong answer."""
 
 
 class _Verdict(NamedTuple):
@@ -68,12 +95,12 @@ def check(exercise: str = "", *answers: Any) -> None:
         exercise: Its number, "1.2".
         answers: What the exercise asks for, and what its check needs besides, such as ranks.
     """
-    problem = _wrong_call(exercise, answers)
-    if problem:
-        show.say(problem, f"<div>{show.sentence(problem)}</div>")
+    try:
+        _refuse_wrong_call(exercise, answers)
+        verdict = _verdict(_exercises(exercise)[exercise], answers)
+    except _WrongCall as problem:
+        show.say(str(problem), f"<div>{show.sentence(str(problem))}</div>")
         return
-    about = _exercises(exercise)[exercise]
-    verdict = _verdict(about, answers)
     _unsolved.clear()
     if verdict.badge is show.RIGHT:
         _right[exercise] = answers
@@ -90,35 +117,102 @@ def check(exercise: str = "", *answers: Any) -> None:
         progress.record(exercise)
 
 
-def _wrong_call(exercise: object, answers: tuple[Any, ...]) -> str:
-    """What is wrong with a call of `check` itself, in one line; "" where nothing is.
+def _refuse_wrong_call(exercise: object, answers: tuple[Any, ...]) -> None:
+    """See that `check` is called as the cell of the exercise calls it.
 
     Args:
         exercise: What was given as its number.
         answers: What was given besides.
+
+    Raises:
+        _WrongCall: It is not; the text says how the cell calls it.
     """
     if not isinstance(exercise, str) or not exercise:
-        return 'the number of the exercise comes first, in quotes, as in `check("0.1", share)`'
+        raise _WrongCall(
+            'the number of the exercise comes first, in quotes, as in `check("0.1", share)`'
+        )
     known = _exercises(exercise)
     about = known.get(exercise, Exercise())
     if about.check is None:
-        return suggest.unknown("exercise", exercise, known)
+        raise _WrongCall(suggest.unknown("exercise", exercise, known))
     signature = inspect.signature(about.check)
+    call = _calls_of(exercise.partition(".")[0], Path.cwd()).get(exercise, "")
+    call = call or _call_by_signature(exercise, signature)
     try:
         signature.bind(*answers)
     except TypeError:
-        call = course.check_call(exercise, Path.cwd())
-        call = call or course.check_call(exercise, course.BESIDE_THE_LIBRARY)
-        if not call:
-            required = []
-            for name, parameter in signature.parameters.items():
-                if parameter.default is parameter.empty:
-                    required.append(name)
-            call = f'check("{exercise}", {", ".join(required)})'
         count = "no value" if not answers else f"{len(answers)} values"
         count = "1 value" if len(answers) == 1 else count
-        return f"`check` was given {count} besides the number {exercise}; its cell has `{call}`"
-    return ""
+        raise _WrongCall(
+            f"`check` was given {count} besides the number {exercise}; its cell has `{call}`"
+        ) from None
+    names = _names_in(call)
+    for name, answer in zip(names, answers):
+        # a cell that has its pool under another name says so in its call
+        if isinstance(answer, Ranks) and name != "ranks" and "ranks" in names:
+            raise _WrongCall(f"the function comes first, and then the ranks; its cell has `{call}`")
+    _refuse_another_function(exercise, answers, call)
+
+
+def _refuse_another_function(exercise: str, answers: tuple[Any, ...], call: str) -> None:
+    """See that no function stands where the cell has another one of the lesson.
+
+    A function may have any name that is not one of these.
+    """
+    names = _names_in(call)
+    for name, answer in zip(names, answers):
+        own = answer.__name__ if isinstance(answer, (FunctionType, type)) else name
+        is_the_named_one = getattr(answer, "__globals__", {}).get(name) is answer
+        if own == name or is_the_named_one:
+            continue
+        if own in names:
+            raise _WrongCall(f"`{own}` stands in another place; the cell has `{call}`")
+        calls = _calls_of(exercise.partition(".")[0], Path.cwd())
+        for other, its_call in calls.items():
+            if other != exercise and own in _names_in(its_call):
+                raise _WrongCall(
+                    f"`{own}` belongs to exercise {other}; the cell of {exercise} has `{call}`"
+                )
+
+
+_calls_in = functools.cache(course.check_calls)  # a notebook with its outputs is large
+
+
+def _calls_of(lesson: str, folder: Path) -> dict[str, str]:
+    """The calls in the check cells of a lesson, by exercise.
+
+    Those of the solutions are looked at first: in the student's notebook somebody may have changed
+    the call.
+
+    Args:
+        lesson: "4".
+        folder: In which the notebook runs.
+    """
+    for place in (folder, course.BESIDE_THE_LIBRARY):
+        for notebooks in (place.parent / "solutions", place):
+            calls = _calls_in(lesson, notebooks)
+            if calls:
+                return calls
+    return {}
+
+
+def _call_by_signature(exercise: str, signature: inspect.Signature) -> str:
+    required = []
+    for name, parameter in signature.parameters.items():
+        if parameter.default is parameter.empty:
+            required.append(name)
+    return f'check("{exercise}", {", ".join(required)})'
+
+
+def _names_in(call: str) -> list[str]:
+    """The names that a call of `check` gives after the number; "" for what is no name."""
+    names = []
+    for node in ast.walk(ast.parse(call)):
+        if isinstance(node, ast.Call):
+            for argument in node.args[1:]:
+                names.append(argument.id if isinstance(argument, ast.Name) else "")
+            break
+    return names
 
 
 def _verdict(about: Exercise, answers: tuple[Any, ...]) -> _Verdict:
@@ -132,8 +226,54 @@ def _verdict(about: Exercise, answers: tuple[Any, ...]) -> _Verdict:
     except (Exception, SystemExit) as error:  # but not KeyboardInterrupt
         if is_stub(error):
             return not_done._replace(text="; ".join(getattr(error, "__notes__", ())))
-        return _Verdict("[x]", show.WRONG, "wrong", reason(error))
+        _refuse_result(error, answers)
+        text = reason(error)
+        if "None" in f"{text} {error}" and "async_op" not in text:
+            text = _with_collective(text, answers)
+        return _Verdict("[x]", show.WRONG, "wrong", text)
     return _Verdict("[v]", show.RIGHT, "right", "; ".join(filter(None, (about.praise, more))))
+
+
+def _refuse_result(error: BaseException, answers: tuple[Any, ...]) -> None:
+    """See that what could not be called is not what was given to `check`."""
+    found = NOT_CALLABLE.search(str(error))
+    for answer in answers:
+        kind = type(answer).__name__
+        if found and kind == found[1] and not callable(answer):
+            given = "None" if answer is None else f"an object of type {kind}"
+            raise _WrongCall(
+                f"`check` was given {given} and no function: give the function itself, without ()"
+            ) from None
+
+
+def _with_collective(text: str, answers: tuple[Any, ...]) -> str:
+    """A text about a None, with the collective from which an answer has it, if there is one."""
+    for answer in answers:
+        for name in _values_used(answer):
+            stop = "" if text.endswith((".", "?", "!")) else "."
+            return (
+                f"{text}{stop} `{name}` itself returns nothing, as the result is put into what it "
+                "is given"
+            )
+    return text
+
+
+def _values_used(answer: Any) -> list[str]:
+    """The collectives whose return value, which is None, a function or a class goes on with."""
+    found = []
+    with contextlib.suppress(OSError, TypeError, SyntaxError):  # no source, or a lambda's
+        tree = ast.parse(textwrap.dedent(inspect.getsource(answer)))
+        statements = [node for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+        thrown_away = [statement.value for statement in statements]
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or node in thrown_away:
+                continue
+            module, _, name = ast.unparse(node.func).rpartition(".")
+            is_async = any(keyword.arg == "async_op" for keyword in node.keywords)
+            is_of_torch = module in ("dist", "torch.distributed")
+            if is_of_torch and name in WRITE_INTO_WHAT_THEY_GET and not is_async:
+                found.append(name)
+    return found
 
 
 def yours(exercise: str, otherwise: Any) -> Any:

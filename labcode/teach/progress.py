@@ -165,5 +165,8 @@ def record(exercise: str) -> None:
     with contextlib.suppress(OSError):  # the folder has been removed
         course.record(exercise, Path.cwd())
         follows = course.what_follows(exercise, Path.cwd())
-        if follows:
-            show.say(follows, f"<div>{show.sentence(follows)}</div>")
+        if follows is None:
+            return
+        link = show.link(follows.place, follows.address) if follows.place else ""
+        rich = f"<div>{show.sentence(follows.head)}{link}</div>"
+        show.say(f"{follows.head}{follows.place}", rich)

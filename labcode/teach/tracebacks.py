@@ -27,7 +27,7 @@ def shorten() -> None:
     kernel = getattr(shell, "kernel", None)
     # the ranks of a pool have kernels of their own, which send their errors on
     if type(kernel).__module__.startswith("ipykernel"):
-        shell.set_custom_exc((Exception,), _show)
+        shell.set_custom_exc((Exception, KeyboardInterrupt), _show)
 
 
 def _show(
@@ -40,7 +40,9 @@ def _show(
         notes.append(f"if a cell above defines `{missing}`, run that one first")
     if notes:
         error.__notes__ = notes
-    shell.showtraceback((kind, error, without_library(trace)), tb_offset=tb_offset)
+    was_interrupted = isinstance(error, KeyboardInterrupt)
+    shorter = down_to_cells(trace) if was_interrupted else without_library(trace)
+    shell.showtraceback((kind, error, shorter), tb_offset=tb_offset)
     sys.last_traceback = trace
 
 
@@ -62,6 +64,25 @@ def without_library(trace: TracebackType) -> TracebackType:
         step = step.tb_next
     shorter: TracebackType | None = None
     for frame in reversed(kept):
+        shorter = TracebackType(shorter, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return shorter or trace
+
+
+def down_to_cells(trace: TracebackType) -> TracebackType:
+    """A traceback that ends at the last line of a cell; the whole one if no cell is in it.
+
+    Where in the code that a cell has called an interrupt comes is chance.
+    """
+    kept = []
+    last = 0
+    step: TracebackType | None = trace
+    while step is not None:
+        kept.append(step)
+        if _is_cell(step.tb_frame.f_code.co_filename):
+            last = len(kept)
+        step = step.tb_next
+    shorter: TracebackType | None = None
+    for frame in reversed(kept[:last]):
         shorter = TracebackType(shorter, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return shorter or trace
 

@@ -196,15 +196,15 @@ MEANS = Answers(
         ),
         "computes with what all_reduce returns": (
             takes_what_it_returns,
-            "computes with a None: `all_reduce` itself returns nothing",
+            "`all_reduce` itself returns nothing, as the result is put into what it is given",
         ),
         "unpacks what all_reduce returns": (
             changed(f"{SEND} => total, count = {SEND}"),
-            "computes with a None: `all_reduce` itself returns nothing",
+            "on rank 0: TypeError: cannot unpack non-iterable NoneType object. `all_reduce` itself",
         ),
         "returns what all_reduce returns": (
             changed(f"return {MEAN} => return dist.all_reduce(local.mean())"),
-            "it returned None: is there a `return`, and of what? `all_reduce` itself returns",
+            "it returned None: is there a `return`? `all_reduce` itself returns nothing",
         ),
         "empty places counted": (
             with_empty_places,

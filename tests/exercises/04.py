@@ -94,6 +94,23 @@ AVERAGE = Answers(
             changed("if param.grad is not None: => if True:"),
             "one parameter is not trained",
         ),
+        "takes what all_reduce returns": (
+            changed(
+                f"{ALL_REDUCE} => total = {ALL_REDUCE}", "param.grad /= => param.grad = total /"
+            ),
+            "for /: 'NoneType' and 'int'. `all_reduce` itself returns nothing",
+        ),
+        "calls div on what all_reduce returns": (
+            changed(
+                f"{ALL_REDUCE} => total = {ALL_REDUCE}",
+                f"{DIVIDE} => param.grad = total.div(dist.get_world_size(group))",
+            ),
+            "has no attribute 'div'. `all_reduce` itself returns nothing",
+        ),
+        "returns of all_reduce as gradients": (
+            changed(f"{ALL_REDUCE} => param.grad = {ALL_REDUCE}"),
+            "`all_reduce` itself returns nothing",
+        ),
         "zeros for a frozen parameter": (
             changed(
                 f"{IF} =>         if param.grad is None:\n"

@@ -12,6 +12,7 @@ import torch
 
 from labcode import course
 from labcode.pool.answers import RankError
+from labcode.pool.ranks import Ranks
 from labcode.teach import show
 from labcode.teach.answer import Exercise, Hint, due
 from labcode.teach.check import check, compare, hint, show_source, yours
@@ -437,11 +438,64 @@ def test_a_call_without_what_is_judged_shows_the_call_of_the_check_cell(capsys, 
     ]
 
 
+MISCALLED = {
+    "ranks first": (
+        "4.1",
+        ("ranks", "average_gradients"),
+        "the function comes first, and then the ranks; its cell has "
+        '`check("4.1", average_gradients, ranks)`',
+    ),
+    "the function of another exercise": (
+        "4.2",
+        ("average_gradients", "ranks"),
+        "`average_gradients` belongs to exercise 4.1; the cell of 4.2 has "
+        '`check("4.2", average_uneven, ranks)`',
+    ),
+    "two functions in the wrong order": (
+        "7.3",
+        (None, "patient_2", "patient_1"),
+        "`patient_2` stands in another place; the cell has "
+        '`check("7.3", pair, patient_1, patient_2)`',
+    ),
+    "what a call has returned": (
+        "4.1",
+        (None,),
+        "`check` was given None and no function: give the function itself, without ()",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISCALLED)
+def test_a_wrong_call_of_check_is_no_wrong_answer(capsys, monkeypatch, case):
+    monkeypatch.setattr("labcode.teach.check._unsolved", ["99.2"])
+    exercise, values, said = MISCALLED[case]
+    answers = []
+    for value in values:
+        answer = value
+        if value == "ranks":
+            answer = object.__new__(Ranks)  # only its type is looked at
+        elif value is not None:
+            answer = types.FunctionType(stub.__code__, {}, value)
+        answers.append(answer)
+    check(exercise, *answers)
+    assert capsys.readouterr().out == f"{said}\n"
+    assert sys.modules[check.__module__]._unsolved == ["99.2"]
+
+
+def test_a_function_may_have_another_name_in_the_notebook(capsys):
+    """`average_uneven = average_gradients` is no slip."""
+    names = {}
+    function = types.FunctionType(stub.__code__, names, "average_gradients")
+    names["average_uneven"] = function
+    check("4.2", function)
+    assert capsys.readouterr().out == "[ ] 4.2 not done yet\n"
+
+
 def test_every_exercise_refuses_a_call_with_too_few_or_too_many_values(capsys):
     folder = Path(__file__).parents[2] / "notebooks"
     names = [name for lesson in course.lessons(folder) for name in lesson.exercises]
     for name in names:
-        call = course.check_call(name, folder)
+        call = course.check_calls(name.partition(".")[0], folder)[name]
         for answers in ((), (stub,) * 9):
             check(name, *answers)
             (line,) = capsys.readouterr().out.splitlines()

@@ -10,7 +10,7 @@ import pytest
 
 from labcode import __main__ as command
 from labcode import course
-from labcode.teach import show
+from labcode.teach import progress, show
 from labcode.teach.answer import Exercise
 from labcode.teach.check import check
 from labcode.teach.figures import plot
@@ -73,7 +73,8 @@ def test_every_exercise_of_the_course_has_a_section_where_it_is_solved():
     assert len(exercises) > 100
     for name in exercises:
         assert ", section " in course.solution_of(name, folder).place, name
-        assert course.check_call(name, folder).startswith(f'check("{name}", '), name
+        calls = course.check_calls(name.partition(".")[0], folder)
+        assert calls[name].startswith(f'check("{name}", '), name
     topic = "solutions/01_processes_and_collectives.ipynb"
     found = course.solution_of("1.1", folder)
     assert found.place == f"{topic}, section 4"
@@ -235,15 +236,39 @@ def test_next_follows_the_way_that_was_chosen_from_section_to_section(on_way, ca
 
 def test_the_end_of_a_section_says_where_the_way_goes_on(on_way):
     course.record("0.2", on_way)
-    assert course.what_follows("0.2", on_way) == ""  # no way is chosen
+    assert course.what_follows("0.2", on_way) is None  # no way is chosen
     course.choose_way("short", on_way)
-    follows = "Next on the way short: 04_ddp.ipynb, section 1, Part 1 (10 min)."
-    assert course.what_follows("0.2", on_way) == follows
+    assert course.what_follows("0.2", on_way) == (
+        "Next on the way short: ",
+        "04_ddp.ipynb, section 1, Part 1 (10 min)",
+        "04_ddp.ipynb#cell-id=section-1",
+    )
     course.record("0.3", on_way)
-    assert course.what_follows("0.3", on_way) == ""  # its section is not on the way
-    assert course.what_follows("4.3", on_way) == ""  # it has not passed
+    assert course.what_follows("0.3", on_way) is None  # its section is not on the way
+    assert course.what_follows("4.3", on_way) is None  # it has not passed
     course.record("4.3", on_way)
-    assert course.what_follows("4.3", on_way) == "This was the last section on the way short."
+    end = course.what_follows("4.3", on_way)
+    assert end == ("This was the last section on the way short.", "", "")
+
+
+def test_the_end_of_a_way_names_what_is_open_on_it(on_way):
+    course.choose_way("short", on_way)
+    course.record("4.3", on_way)
+    end = course.what_follows("4.3", on_way)
+    assert end.head == "This was the last section on the way short; still open on it: 0.2."
+
+
+def test_in_a_notebook_the_next_section_on_the_way_is_a_link(on_way, monkeypatch):
+    shown = []
+    monkeypatch.setattr(show, "in_notebook", lambda: True)
+    monkeypatch.setattr(show, "display", lambda data, raw: shown.append(data))
+    monkeypatch.chdir(on_way)
+    course.choose_way("short", on_way)
+    progress.record("0.2")
+    place = "04_ddp.ipynb, section 1, Part 1 (10 min)"
+    (data,) = shown
+    assert data["text/plain"] == f"Next on the way short: {place}"
+    assert f'<a href="04_ddp.ipynb#cell-id=section-1">{place}</a>' in data["text/html"]
 
 
 def test_a_lesson_marks_the_sections_of_the_way_and_says_where_it_goes_on(on_way, capsys):

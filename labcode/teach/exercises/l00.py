@@ -127,9 +127,6 @@ def _are_even(
 
 # ---- 0.2
 
-RETURNS_NOTHING = (
-    "`all_reduce` itself returns nothing, as the sum is put into the tensor that it is given"
-)
 ROUNDED = 1e-5  # float32
 # An error below this part of the mean is too small for a lost fraction of a value.
 LOST = 0.005
@@ -166,23 +163,9 @@ def distributed_mean(mean: Callable[[torch.Tensor], Any], ranks: Ranks | None = 
     """The learner's `mean(local)`: over the values of all ranks, which hold unequally many."""
     for number in range(len(VALUES)):
         outcome = simulate(len(VALUES[number]), _mean_on, mean, number)
-        _computes_with_no_none(outcome)
         settle(outcome)
         _is_mean(outcome, number)
     return confirm(ranks, outcome, _mean_on, mean, number)
-
-
-def _computes_with_no_none(outcome: Outcome) -> None:
-    """Nobody takes what all_reduce returns for the sum."""
-    for rank, error in outcome.errors.items():
-        is_of_none = isinstance(error, (TypeError, AttributeError)) and "NoneType" in str(error)
-        if is_of_none and [call.kind for call in outcome.of(rank)][-1:] == ["all_reduce"]:
-            raise Hint(f"your function computes with a None: {RETURNS_NOTHING}")
-    for rank, result in enumerate(outcome.results):
-        has_ended = rank not in outcome.errors and rank not in outcome.stuck
-        if has_ended and result is None and outcome.of(rank):
-            text = "it returned None: is there a `return`, and of what?"
-            raise Hint(f"{text} {RETURNS_NOTHING}")
 
 
 def _is_mean(outcome: Outcome, number: int) -> None:

@@ -25,10 +25,11 @@ from labcode.teach.exercises.expect import (
     plural,
     refuse,
     run,
+    settle,
     times,
 )
 from labcode.teach.exercises.memory import KeptForBackward
-from labcode.teach.exercises.simulated import Event, here
+from labcode.teach.exercises.simulated import Event, Outcome, here, simulate
 from labcode.teach.labs import l04_by_hand, l04_script
 from labcode.units import ranks_text
 
@@ -54,7 +55,10 @@ def _away(what: str, off: float) -> str:
 
 
 def _average(
-    rank: int, average: Callable[..., Any], grouping: Sequence[Sequence[int]]
+    rank: int,
+    average: Callable[..., Any],
+    grouping: Sequence[Sequence[int]],
+    one_is_frozen: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rank's own gradient, and its gradient afterwards."""
     group = small_gpt.own_group(grouping)
@@ -63,42 +67,46 @@ def _average(
     module = small_gpt.model()
     params = list(module.parameters())
     frozen = params[len(params) // 2]  # others come behind it
-    frozen.requires_grad_(False)
+    frozen.requires_grad_(not one_is_frozen)
     small_gpt.backward(module, share)
     own = small_gpt.gradient(module).clone()
     with torch.no_grad():
         for param in params:
             param += rank  # other weights on each rank: who sends weights changes them
     before = small_gpt.weights(module)
-    _average_some(average, module, group)
+    average(module, group)
     mistakes = {
         WEIGHTS_CHANGED: not torch.equal(before, small_gpt.weights(module)),
         "the parameter that is not trained had no gradient, and now it has one: the optimizer "
         "will treat it like the others, and weight decay alone makes it shrink": (
-            frozen.grad is not None
+            one_is_frozen and frozen.grad is not None
         ),
     }
     refuse(mistakes)
     return own, small_gpt.gradient(module)
 
 
-def _average_some(average: Callable[..., Any], module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Call the learner's function, and explain what happens at a frozen parameter."""
-    try:
-        average(module, group)
-    except (TypeError, AttributeError) as error:
-        if "NoneType" in str(error):
-            raise Hint(
-                "one parameter is not trained, its `.grad` is None: leave it alone"
-            ) from None
-        raise
+def _leaves_frozen_alone(
+    outcome: Outcome, average: Callable[..., Any], grouping: Sequence[Sequence[int]]
+) -> None:
+    """Where the function has stumbled over a None, that was not the gradient that is not there.
+
+    Otherwise it runs where all parameters are trained; what a collective returns is None there too.
+    """
+    if not any("NoneType" in str(error) for error in outcome.errors.values()):
+        return
+    all_trained = simulate(len(outcome.results), _average, average, grouping, False)
+    if not all_trained.errors:
+        raise Hint("one parameter is not trained, its `.grad` is None: leave it alone")
 
 
 def average_gradients(average: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `average_gradients(model, group)` on all ranks, and on two pairs."""
     ours = own_answers(l04_by_hand.average_gradients)
     for grouping in small_gpt.GROUPINGS:
-        outcome = run(_average, average, grouping, ours=ours)
+        outcome = simulate(4, _average, average, grouping, ours=ours)
+        _leaves_frozen_alone(outcome, average, grouping)
+        settle(outcome)
         of_world = torch.stack([own for own, _ in outcome.results]).mean(0)
         for members in grouping:
             case = small_gpt.named(members)
