@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from side_by_side import options, write
 
+from course.pool.ranks import Ranks
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, ParallelConfig
 from labcode.models.gpt import GPT
 from labcode.models.parallelize import parallelize
 from labcode.perf.memory import model_activations, paper_layer_bytes
 from labcode.perf.saved_bytes import Saved, saved_bytes
-from labcode.pool.ranks import Ranks
 from labcode.topology import GridShape
 
 RESULT = Path(__file__).parent / "results" / "activation_bytes.json"

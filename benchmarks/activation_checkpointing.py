@@ -21,7 +21,6 @@ import torch
 from side_by_side import machine, options, outer_quartiles, seconds_of, taking_turns, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from labcode.comm import bootstrap
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, ParallelConfig
 from labcode.models.gpt import GPT
@@ -29,6 +28,7 @@ from labcode.models.parallelize import parallelize
 from labcode.parallel.model import Batch, ParallelModel
 from labcode.perf.memory import model_activations
 from labcode.perf.saved_bytes import saved_bytes
+from labcode.runtime import bootstrap
 from labcode.topology import GridShape
 
 RESULTS = Path(__file__).parent / "results"

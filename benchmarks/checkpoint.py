@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from side_by_side import machine, options, outer_quartiles, slowest_rank, write
 
-from labcode import combinations, recipes
+from course.pool.ranks import Ranks
+from labcode import recipes
 from labcode.config import Config, GPTConfig
-from labcode.pool.ranks import Ranks
+from labcode.runtime import combinations
 
 RESULT = Path(__file__).parent / "results" / "checkpoint_cpu.json"
 RANKS = 2
@@ -61,8 +62,8 @@ def measure(config: Config, folder: Path, rounds: int) -> tuple[dict[str, list[f
 
     import torch.distributed as dist
 
-    from labcode.comm.bootstrap import Place, World
     from labcode.comm.grid import Grid
+    from labcode.runtime.bootstrap import Place, World
     from labcode.train.build import build
     from labcode.train.checkpoint.store import Checkpoints
     from labcode.train.step import TrainStep

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from side_by_side import HEAD, machine, options, report, taking_turns, write
 
-from labcode import combinations
-from labcode.pool.ranks import Ranks
+from course.pool.ranks import Ranks
+from labcode.runtime import combinations
 
 RESULT = Path(__file__).parent / "results" / "debug_cpu.json"
 TARGET = 1.10
@@ -64,9 +64,9 @@ def times(
     import torch.distributed as dist
 
     from labcode import recipes
-    from labcode.comm.bootstrap import Place, World
     from labcode.comm.grid import Grid
-    from labcode.precision import debug
+    from labcode.debug import on_layers
+    from labcode.runtime.bootstrap import Place, World
     from labcode.train.build import build
     from labcode.train.step import TrainStep
     from labcode.train.tasks import make_task
@@ -91,10 +91,10 @@ def times(
         training = step.training
         debugger = None
         if looks:
-            chosen = debug.chosen_layers(training.model, file)
-            over = debug.Reduction(("dp",))
+            chosen = on_layers.chosen_layers(training.model, file)
+            over = on_layers.Reduction(("dp",))
             done = training.steps_done
-            debugger = debug.Debugger(training.model, chosen, folder, over, first_step=done)
+            debugger = on_layers.Debugger(training.model, chosen, folder, over, first_step=done)
         dist.barrier()
         started = time.perf_counter()
         for _ in range(steps):

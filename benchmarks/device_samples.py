@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from side_by_side import machine, options, outer_quartiles, taking_turns, write
 
-from labcode import combinations, recipes
-from labcode.comm import bootstrap
-from labcode.comm.bootstrap import Place, World
+from labcode import recipes
 from labcode.comm.grid import Grid
+from labcode.measure.device_samples import DeviceSampler, meter_for
+from labcode.measure.metrics import MetricsWriter
+from labcode.runtime import bootstrap, combinations
+from labcode.runtime.bootstrap import Place, World
 from labcode.train.build import build
-from labcode.train.device_samples import DeviceSampler, meter_for
-from labcode.train.metrics import MetricsWriter
 from labcode.train.step import TrainStep
 from labcode.train.tasks import make_task
 

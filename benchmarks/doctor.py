@@ -19,8 +19,8 @@ import torch
 from side_by_side import HEAD, machine, options, report, taking_turns, write
 from torch import nn
 
+from course.pool.ranks import Ranks
 from labcode.config import GPTConfig
-from labcode.pool.ranks import Ranks
 
 RESULT = Path(__file__).parent / "results" / "doctor_cpu.json"
 TARGET = 1.05

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from side_by_side import HEAD, machine, options, report, seconds_together, taking_turns, write
 
+from course.pool.ranks import Ranks
 from labcode.models.moe import MoE
-from labcode.pool.ranks import Ranks
 
 RESULT = Path(__file__).parent / "results" / "experts_cpu.json"
 EXPERTS = 8

@@ -25,9 +25,9 @@ from torch import nn
 
 from labcode import recipes
 from labcode.config import GPTConfig
-from labcode.hardware import usable_cores
 from labcode.models import hub
 from labcode.models.gpt import GPT, loss
+from labcode.runtime.hardware import usable_cores
 
 RESULTS = Path(__file__).parent / "results"
 # Work per contestant and round: short turns meet the same neighbours, shorter ones the clock.

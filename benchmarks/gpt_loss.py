@@ -19,10 +19,10 @@ from side_by_side import machine, options, write
 from torch import nn
 from torch.nn import functional as F
 
-from labcode import hardware
 from labcode.config import GPTConfig
 from labcode.models.gpt import GPT, loss
 from labcode.perf.flops import training_flops_per_sample
+from labcode.runtime import hardware
 
 RESULTS = Path(__file__).parent / "results"
 ON_A_GPU = GPTConfig(

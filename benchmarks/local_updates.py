@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from side_by_side import HEAD, machine, options, report, seconds_together, taking_turns, write
 
+from course.pool.ranks import Ranks
 from labcode.config import GPTConfig, OptimConfig
-from labcode.pool.ranks import Ranks
 
 RESULT = Path(__file__).parent / "results" / "local_updates_cpu.json"
 RANKS = 2

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from side_by_side import write
 
+from labcode.measure import metrics, roofline
+from labcode.measure.device_speed import device_speed
 from labcode.perf import chrome_trace
-from labcode.train import metrics, roofline
-from labcode.train.device_speed import device_speed
 
 HERE = Path(__file__).parent
 RESULT = HERE.parent / "labcode" / "assets" / "on_a_gpu.json"  # lesson 03 shows it

@@ -24,7 +24,7 @@ import torch
 from side_by_side import HEAD, machine, options, report, seconds_together, taking_turns, write
 from torch import nn
 
-from labcode.pool.ranks import Ranks
+from course.pool.ranks import Ranks
 
 RESULT = Path(__file__).parent / "results" / "pipeline_cpu.json"
 MICROBATCHES = 8

@@ -17,11 +17,12 @@ from typing import Any
 
 from side_by_side import machine, options, write
 
-from labcode import launch, recipes
-from labcode.command import read_changes
+from labcode import recipes
 from labcode.perf.cluster import load_cluster
 from labcode.perf.estimate import estimate, fit_scale
 from labcode.perf.of_config import model_of, settings_of
+from labcode.runtime import launch
+from labcode.runtime.command import read_changes
 
 RESULT = Path(__file__).parent / "results" / "planner_here_cpu.json"
 SMALLER = "--train.global_batch 8 --train.micro_batch 4"  # of gpt_10m, which is meant for a GPU
@@ -52,7 +53,7 @@ def main() -> None:
         clusters = {}
         for ranks in (1, 2, 4):
             file = str(Path(folder) / f"{ranks}.toml")
-            launch.run("labcode.train.calibrate", file, nproc=ranks, echo=False, env_extra=ENV)
+            launch.run("labcode.run.calibrate", file, nproc=ranks, echo=False, env_extra=ENV)
             clusters[ranks] = load_cluster(file)
         for number, (recipe, ranks, changes) in enumerate(LAYOUTS):
             print(f"{number + 1} of {len(LAYOUTS)}: {recipe} {changes}", file=sys.stderr)

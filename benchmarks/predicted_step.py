@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from side_by_side import machine, options, write
 
-from labcode.comm import bootstrap
-from labcode.comm.bootstrap import Place
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, OptimConfig, ParallelConfig, ViTConfig
+from labcode.measure.device_speed import device_speed, median_s
 from labcode.models.gpt import GPT
 from labcode.models.parallelize import parallelize
 from labcode.models.vit import ViT
 from labcode.perf.step import device_step
+from labcode.runtime import bootstrap
+from labcode.runtime.bootstrap import Place
 from labcode.topology import GridShape
-from labcode.train.device_speed import device_speed, median_s
 from labcode.train.optim import make_optimizer
 
 RESULT = Path(__file__).parent / "results"

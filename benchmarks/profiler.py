@@ -29,10 +29,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from labcode import recipes
 from labcode.config import GPTConfig
+from labcode.measure.memory_marks import MemoryMarks
+from labcode.measure.ranges import StepRanges
 from labcode.models import gpt, layers
-from labcode.train.memory_marks import MemoryMarks
 from labcode.train.optim import make_optimizer
-from labcode.train.ranges import StepRanges
 
 RESULT = Path(__file__).parent / "results" / "profiler_cpu.json"
 BLOCKS = 20_000

@@ -27,8 +27,8 @@ from side_by_side import (
     write,
 )
 
-from labcode.hardware import usable_cores
-from labcode.pool.ranks import Ranks
+from course.pool.ranks import Ranks
+from labcode.runtime.hardware import usable_cores
 
 RESULTS = Path(__file__).parent / "results"
 WAYS = ("RingAttention", "GatherAttention")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from labcode.hardware import usable_cores
+from labcode.runtime.hardware import usable_cores
 
 HEAD = (
     "| layout | implementation | ms per step, median | fastest "

@@ -29,12 +29,12 @@ import transformers
 from gpt_against_transformers import gpt2, setups
 from side_by_side import machine, options, outer_quartiles, taking_turns, write
 
-from labcode.comm import bootstrap
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, OptimConfig, ParallelConfig
 from labcode.models.gpt import GPT, loss
 from labcode.models.parallelize import parallelize
 from labcode.parallel.model import Batch
+from labcode.runtime import bootstrap
 from labcode.topology import GridShape
 from labcode.train.cuda_graph import GraphedStep
 from labcode.train.optim import IMPLEMENTATIONS, make_optimizer

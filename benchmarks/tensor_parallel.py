@@ -21,8 +21,8 @@ from side_by_side import HEAD, machine, options, report, seconds_together, takin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from course.pool.ranks import Ranks
 from labcode.config import GPTConfig, OptimConfig
-from labcode.pool.ranks import Ranks
 
 RESULT = Path(__file__).parent / "results" / "tensor_parallel_cpu.json"
 TARGET = 1.0

@@ -17,16 +17,16 @@ import torch
 from predicted_step import TINY, VIT_TINY, example
 from side_by_side import machine, options, write
 
-from labcode.comm import bootstrap
-from labcode.comm.bootstrap import Place
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, OptimConfig, ParallelConfig, ViTConfig
+from labcode.measure.steps import allocated_bytes, held_bytes
 from labcode.models.gpt import GPT
 from labcode.models.parallelize import parallelize
 from labcode.models.vit import ViT
 from labcode.perf.training_memory import training_memory
+from labcode.runtime import bootstrap
+from labcode.runtime.bootstrap import Place
 from labcode.topology import GridShape
-from labcode.train.measure import allocated_bytes, held_bytes
 from labcode.train.optim import make_optimizer
 
 RESULT = Path(__file__).parent / "results"

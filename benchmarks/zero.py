@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from side_by_side import HEAD, machine, options, report, seconds_together, taking_turns, write
 
+from course.pool.ranks import Ranks
 from labcode.config import GPTConfig, OptimConfig, ParallelConfig
 from labcode.perf.state_memory import state_bytes
-from labcode.pool.ranks import Ranks
 
 RESULT = Path(__file__).parent / "results" / "zero_cpu.json"
 PEERS = {1: "ZeroRedundancyOptimizer", 2: "FSDP2, weights stay whole", 3: "FSDP2"}
@@ -31,10 +31,10 @@ def stepper(
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], tuple[int, int, int]]]:
     """(a function that trains one step and returns the loss, one that returns the bytes kept)."""
     from labcode.comm.grid import Grid
+    from labcode.measure.steps import held_bytes
     from labcode.models.gpt import GPT
     from labcode.models.parallelize import parallelize
     from labcode.topology import GridShape
-    from labcode.train.measure import held_bytes
     from labcode.train.optim import make_optimizer
 
     torch.set_num_threads(1)

@@ -1,38 +1,37 @@
 """The library behind Training at Scale. Importing it imports nothing else: import rooms by name.
 
-A map for newcomers, lowest floor first. A room imports only its own floor and the ones below it,
-never in a circle (`tests/unit/test_architecture.py` holds it).
+A map for newcomers. A room imports only its own floor and lower ones, never in a circle
+(`tests/unit/test_architecture.py` holds it).
 
-    the ground, without torch
-        units files suggest hardware      printing numbers, atomic writes, "did you mean", GPUs
-        topology                          which rank is where: the grid (device mesh) as arithmetic
-        schedules/                        the schedules of a pipeline as data
-        config combinations               the settings of a run, and what cannot be combined in one
-        recipes command                   named runs, the command line
-        processes launch launch_rank      ending processes; a module under torchrun on this machine
-    without torch too
-        minislurm/    a real SLURM of several nodes on this machine; stands alone
+    to be read, in this order
+        topology      which rank is where: the grid (device mesh) as arithmetic
+        schedules/    the schedules of a pipeline as data
+        comm/         process groups and collectives: communication and nothing else
+        parallel/     each parallelism written out, and how weights are sharded
+        models/       GPT and ViT, which know nothing of ranks; a plan for each; parallelize()
+        precision/    formats of few bits, and FP8 layers
+        train/        build, step and loop of a training; observers/ watch it, checkpoint/ keeps it
+    what runs it, not needed to understand it
+        config recipes                    the settings of a run, and runs with a name
+        runtime/      processes, how they find each other and agree; command line, files, units
+        data/         text and weather, and who reads which sample
+        measure/      seconds by part, memory, metrics, and which rank is slow
+        debug/        features on chosen layers, records of a step, and where two runs depart
+        run/          from a config to a finished run: folder, attempts, failures, sweeps
+    tools, useful without the course
+        perf/         what a step should cost, from shapes alone, and what a profile tells
         slurm/        jobs for SLURM: script/ a job and a site -> sbatch; lint/ what is wrong with
                       one; run/ submit
-        perf/         what a step should cost, from shapes alone (saved_bytes and trace measure it);
-                      what the profile of a run tells: summary, breakdown, advice, memory_timeline
-    with torch
-        data/         text and weather, and who reads which sample
-        comm/         processes, process groups, collectives: communication and nothing else
-        pool/         the ranks behind a notebook, `Ranks(4).run(fn)` and `%%px`
-        doctor/       what is wrong with an installation (`python -m labcode.doctor`), with a
-                      training loop (watch), a hang, NCCL's log
-        parallel/     each parallelism written out, and how weights are sharded
-        precision/    formats of few bits, FP8 layers, and who loses precision where
-        models/       GPT and ViT, which know nothing of ranks; a plan for each; parallelize()
-        train/        the training loop: `python -m labcode.train gpt_tiny`; build, step, loop, and
-                      observers/, which look on; checkpoint/, from which a run resumes
-        teach/        checks, figures, labs and exercises, for lessons and tests alone
+        doctor/       what is wrong with an installation, with a training loop, a hang, NCCL's log
+        minislurm/    a real SLURM of several nodes on this machine; stands alone
 
-The first cell of a lesson imports `labcode.lab`: ranks, checks, predictions, figures.
+Beside it, `course/` is the machine that teaches: checks, figures, labs, and the ranks behind a
+notebook. Nothing here imports it, but for the door `python -m labcode`.
+
+perf, slurm, minislurm, config, topology and schedules import no torch.
 
 Where to start reading: `models/parallelize.py` and `train/loop.py` read like tables of contents.
-From the command to the loss: train/__main__.main -> run.run -> loop.fit -> TrainStep ->
+From the command to the loss: train/__main__.main -> run/run.run -> loop.fit -> TrainStep ->
 ParallelModel.forward_backward -> gpt_plan.gpt_loss -> tensor.vocab_parallel_cross_entropy.
 """
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from labcode.fields import (
+from labcode.runtime.fields import (
     COUNT,
     COUNT_OR_ZERO,
     FRACTION,
@@ -943,7 +943,7 @@ class LoaderConfig:
 class ProfileConfig:
     """Steps that are recorded in OUT/profile, for TensorBoard's profiler tab and Perfetto.
 
-    `python -m labcode.train.profile OUT` says where their time went.
+    `python -m labcode.measure.profile OUT` says where their time went.
     """
 
     steps: str | None = None  # "10:13": steps 10, 11 and 12, as a slice of Python; "10": that one
@@ -999,7 +999,7 @@ class DebugConfig:
     # a step whose loss or gradient is not finite runs once more, and the first tensor that is not
     # finite is named; each step costs one all-reduce of one number
     probe: bool = False
-    # so many first steps are written to OUT/record, for `python -m labcode.precision.bisect`
+    # so many first steps are written to OUT/record, for `python -m labcode.debug.bisect`
     record_steps: int = 0
     # a YAML of debug features, as for Transformer Engine: statistics of tensors, fake quantization
     config: str | None = None  # it needs labcode[debug]

@@ -1,10 +1,7 @@
-"""What the first cell of a lesson imports: ranks, checks, hints, predictions, figures, sources.
+"""Where notebooks of an older copy of the course look for its first cell; it says what to do."""
 
-from labcode.lab import Ranks, check, compare, plot, show_source
-"""
-
-from labcode.pool.ranks import Ranks
-from labcode.teach.check import check, compare, hint, show_source, yours
-from labcode.teach.figures import plot
-
-__all__ = ["Ranks", "check", "compare", "hint", "plot", "show_source", "yours"]
+raise ImportError(
+    "this notebook is of an older copy of the course: labcode.lab and labcode.teach are in the "
+    "package course now. Replace `labcode.lab` by `course.lab` and `labcode.teach` by `course` "
+    "in it (Edit, Find), or begin the lesson anew: `python -m labcode reset 04`, which keeps yours"
+)

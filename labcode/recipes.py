@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from labcode import suggest
 from labcode.config import (
     Config,
     GPTConfig,
@@ -18,6 +17,7 @@ from labcode.config import (
     ViTConfig,
     WeatherData,
 )
+from labcode.runtime import suggest
 
 # name: (layers, heads, hidden size, context length)
 GPT_SHAPES = {

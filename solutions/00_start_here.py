@@ -40,8 +40,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from labcode import hardware
-from labcode.lab import Ranks, check, compare, hint, plot
+from course.lab import Ranks, check, compare, hint, plot
+from labcode.runtime import hardware
 
 logical_cores = len(hardware.usable_cores())
 cores = min(psutil.cpu_count(logical=False) or logical_cores, logical_cores)
@@ -237,7 +237,7 @@ print(f"{memory_bytes / 2**30:.0f} GiB of memory, GPUs: {gpu_names}")
 print(f"all cores together: {measured_flops / 1e9:.0f} GFLOP/s")
 
 # %% [markdown]
-# A datasheet gives the same number for a GPU. `labcode.hardware` keeps a short table of such peaks, each with its
+# A datasheet gives the same number for a GPU. `labcode.runtime.hardware` keeps a short table of such peaks, each with its
 # source. They hold for numbers of 16 bits (bfloat16), in which large models are trained; the measurement above used 32
 # bits, PyTorch's default. One TFLOP/s is 1,000 GFLOP/s.
 
@@ -405,12 +405,12 @@ plot.bars(work_per_s, reference={f"{cores} cores": cores}, caption="00.cores")
 # The model reads 128 of them at a time, and after each one it predicts the next.
 
 # %% tags=["nbval-check-output"]
-from labcode import launch
+from course.progress import following
 from labcode.config import TextData
 from labcode.data import text
-from labcode.teach.progress import following
-from labcode.train import metrics
-from labcode.units import seconds
+from labcode.measure import metrics
+from labcode.runtime import launch
+from labcode.runtime.units import seconds
 
 splits = text.load(TextData(), context_length=128)
 vocabulary = splits.tokenizer.vocab_size
@@ -552,7 +552,7 @@ print(ranks.run(still_here))
 # |---|---|---|
 # | matrix product | 2 n³ FLOPs | `hardware` has the peaks |
 # | why many devices | time, and 16 bytes for each parameter | |
-# | rank | one process, own memory | `pool.ranks.Ranks`, `comm.bootstrap` |
+# | rank | one process, own memory | `pool.ranks.Ranks`, `runtime.bootstrap` |
 # | collective | all ranks call it, or all wait | `comm.collectives` |
 # | first loss | ln(vocabulary) | `python -m labcode.train` |
 # | launcher | one process per rank | `launch.run` |
@@ -583,7 +583,7 @@ print(ranks.run(still_here))
 # - Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, table 4: 38 to 43 % of the peak of an H100.
 # - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*,
 #   arXiv:2104.04473, tables 1 and 2.
-# - Peaks of GPUs: NVIDIA's datasheets, named next to each number in `labcode/hardware.py`.
+# - Peaks of GPUs: NVIDIA's datasheets, named next to each number in `labcode/runtime/hardware.py`.
 # - torchrun and its environment variables: docs.pytorch.org/docs/stable/elastic/run.html.
 
 # %%

@@ -35,9 +35,9 @@
 import torch
 import torch.distributed as dist
 
+from course.lab import Ranks, check, compare, plot
 from labcode.comm import ring
-from labcode.lab import Ranks, check, compare, plot
-from labcode.units import si
+from labcode.runtime.units import si
 
 ranks = Ranks(4)
 
@@ -102,7 +102,7 @@ print("ranks 0 to 3 were the numbers", arrivals, "to arrive")
 # %%
 from pathlib import Path
 
-from labcode import launch
+from labcode.runtime import launch
 
 HELLO = """\
 import torch
@@ -650,7 +650,7 @@ check("1.3", tree_broadcast, ranks)
 # %%
 from labcode.comm.timing import call_times
 from labcode.perf import alpha_beta
-from labcode.units import seconds
+from labcode.runtime.units import seconds
 
 WORDS = ("about as long", "up to five times as long", "more than five times as long")
 
@@ -715,7 +715,7 @@ plot.lines(
 my_ring_takes = "about as long"
 
 # %%
-from labcode.lab import yours
+from course.lab import yours
 
 my_ring = yours("1.2", ring.all_reduce)
 
@@ -966,7 +966,7 @@ check("1.4", mean_loss, ranks)
 #
 # | concept | formula or fact | in labcode |
 # |---|---|---|
-# | rank, world size, store | `get` waits, `add` counts in one step; `dist.init_process_group` | `comm.bootstrap` |
+# | rank, world size, store | `get` waits, `add` counts in one step; `dist.init_process_group` | `runtime.bootstrap` |
 # | group | `src`, `dst` are ranks of the world; `group_src`, `group_dst` count in the group | `comm.grid` |
 # | all-reduce | reduce-scatter, then all-gather | `comm.ring` |
 # | bytes a rank sends on a ring | 2 (p - 1)/p · n; half of it for each phase | `perf.alpha_beta.bytes_sent` |

@@ -39,10 +39,10 @@ import time
 
 import torch
 
+from course.lab import check, compare, plot
+from course.labs import l02_by_hand, l02_weather
 from labcode.config import ViTConfig
-from labcode.lab import check, compare, plot
 from labcode.models import vit
-from labcode.teach.labs import l02_by_hand, l02_weather
 
 os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler's own log lines are left out
 torch.set_num_threads(1)
@@ -106,8 +106,8 @@ print(f"6 N T:   {6 * 0.84e6 * 144 * batch_size / 1e9:.2f} GFLOP")
 # this long:
 
 # %%
+from labcode.measure.device_speed import matmul_flops_per_s
 from labcode.perf.flops import training_flops_per_sample
-from labcode.train.device_speed import matmul_flops_per_s
 
 step_flops = batch_size * training_flops_per_sample(model.config)
 flops_per_s = matmul_flops_per_s(torch.device("cpu"), torch.float32)
@@ -622,7 +622,7 @@ last_epoch_of_16 = 11  # nor here, and 16 processes are not free
 first_epoch_of_16 = 8  # 16 processes have to be started
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs.l03_step import NERSC_BY_WORKERS
+from course.labs.l03_step import NERSC_BY_WORKERS
 
 of_8 = NERSC_BY_WORKERS[8]
 of_16 = NERSC_BY_WORKERS[16]
@@ -672,10 +672,10 @@ plot.lines(
 worker_against_thread = 1.0
 
 # %% tags=["figure"]
-from labcode import hardware
 from labcode.config import LoaderConfig
 from labcode.data.loader import Loader
 from labcode.data.sampler import Batches
+from labcode.runtime import hardware
 
 num_timed = 11  # of 19 steps: 8 warm up
 cores = len(hardware.usable_cores())
@@ -890,9 +890,9 @@ check("2.5", marked_step)
 # %%
 from torch.profiler import ProfilerActivity, profile
 
-from labcode import launch
 from labcode.perf.chrome_trace import read
 from labcode.perf.summary import summary
+from labcode.runtime import launch
 
 
 def record_last(epochs):
@@ -1027,7 +1027,7 @@ for number, batch in enumerate(damaged):
 # %%
 from torch.profiler import ProfilerActivity, profile
 
-from labcode.teach.labs import l02_job
+from course.labs import l02_job
 
 
 def slow_training(job, num_steps):
@@ -1159,7 +1159,7 @@ for states, _ in l02_by_hand.CopiedAhead(batches, "cpu"):
 # |---|---|
 # | a file of any size to try loaders on | `python -m labcode.data.generate big.zarr --gb 2` |
 # | 4 workers, crops, steps 10 to 12 recorded | `python -m labcode.train vit_tiny --data.path big.zarr --data.crop 60 60 --loader.workers 4 --profile.steps 10:13` |
-# | what the recording says | `python -m labcode.train.profile runs/vit_tiny-001` |
+# | what the recording says | `python -m labcode.measure.profile runs/vit_tiny-001` |
 # | a GPU: copies that overlap with computing | add `--loader.pin_memory` |
 # | SLURM: cores for the loop and its workers | `#SBATCH --cpus-per-task=8`, and `--loader.workers 7` at most |
 #
@@ -1252,9 +1252,9 @@ for states, _ in l02_by_hand.CopiedAhead(batches, "cpu"):
 #
 # | concept | formula or fact | in labcode |
 # |---|---|---|
-# | a step at best | 6 N T FLOPs / rate of a large matmul | `perf.flops`, `train.device_speed` |
-# | parts of a step | each moment counts once; the rest is a part | `train.ranges.StepRanges` |
-# | a GPU's time | events, or synchronize before you look at the clock | `train.ranges.StepRanges` |
+# | a step at best | 6 N T FLOPs / rate of a large matmul | `perf.flops`, `measure.device_speed` |
+# | parts of a step | each moment counts once; the rest is a part | `measure.ranges.StepRanges` |
+# | a GPU's time | events, or synchronize before you look at the clock | `measure.ranges.StepRanges` |
 # | chunks | read whole: their number times their size | `data.generate --chunks` |
 # | reading ahead | step = max(read, compute) | `data.loader.Loader` |
 # | w workers on c cores | at least max(read/w, compute, (read + compute)/c) | `--loader.workers` |

@@ -33,10 +33,10 @@ import math
 
 import torch
 
-from labcode.lab import check, compare, plot
+from course.lab import check, compare, plot
+from course.labs.l03_step import Batches, median_s, new_model, recorded
+from labcode.measure import roofline
 from labcode.models import gpt
-from labcode.teach.labs.l03_step import Batches, median_s, new_model, recorded
-from labcode.train import roofline
 
 torch.set_num_threads(1)  # a neighbour on the other core disturbs less
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ tokens, targets = batches(0)
 # tensors.
 
 # %%
-from labcode.train.device_speed import device_speed
+from labcode.measure.device_speed import device_speed
 
 speed = device_speed(CPU, torch.float32)
 ridge = speed.flops_per_s / speed.bytes_per_s
@@ -130,7 +130,7 @@ check("3.1", linear_layer, shortest_s, tokens_at_the_ridge)
 # so another one may lie above it: a layer with one token hardly writes anything, and reading alone can be faster.
 
 # %%
-from labcode.teach.progress import status
+from course.progress import status
 
 status("timing a layer on 1 to 256 tokens: about 4 s")
 dots = roofline.dots(CPU, torch.float32)
@@ -220,9 +220,9 @@ plot.lines(
 # %%
 from torch.utils.flop_counter import FlopCounterMode
 
+from course.labs.l03_step import operations
+from labcode.measure.device_speed import device_speed
 from labcode.perf.step import device_step
-from labcode.teach.labs.l03_step import operations
-from labcode.train.device_speed import device_speed
 
 
 def forward_backward():
@@ -330,7 +330,7 @@ check("3.2", flops_of_forward, mfu_of_run)
 # have.
 
 # %% tags=["figure"]
-from labcode.teach.labs.l03_step import NERSC_SAMPLES_PER_S
+from course.labs.l03_step import NERSC_SAMPLES_PER_S
 
 plot.bars(NERSC_SAMPLES_PER_S, caption="03.nersc_ladder")
 
@@ -347,7 +347,7 @@ sample_flops = 3 * 4050 * 12 * (24 * 384**2 + 4 * 4050 * 384)
 mfu_of_bfloat16 = sample_flops * 53.21 / 312e12
 
 # %%
-from labcode.teach.labs.l03_step import nersc_forward
+from course.labs.l03_step import nersc_forward
 
 with FlopCounterMode(display=False) as counter:
     nersc_forward()  # one sample, on tensors that have shapes and no memory

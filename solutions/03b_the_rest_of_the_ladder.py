@@ -33,9 +33,9 @@ import math
 
 import torch
 
-from labcode.lab import check, compare, plot
+from course.lab import check, compare, plot
+from course.labs.l03_step import Batches, median_s, new_model, recorded
 from labcode.models import gpt
-from labcode.teach.labs.l03_step import Batches, median_s, new_model, recorded
 
 torch.set_num_threads(1)  # a neighbour on the other core disturbs less
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ plot.formats(
 without_tf32 = 16 / (16 / 13.19 - 8.6e12 / 156e12 + 8.6e12 / 19.5e12)
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs.l03_step import NERSC_WITHOUT_TF32
+from course.labs.l03_step import NERSC_WITHOUT_TF32
 
 rate = NERSC_WITHOUT_TF32
 compare("without tf32, samples/s", without_tf32, rate, within=1.1, found="published")
@@ -178,8 +178,8 @@ for lr in (1e-3, 1e-4, 1e-5):
 saved_part = "between 1/2 and 1"
 
 # %%
+from course.labs.l03_step import autocast
 from labcode.perf.saved_bytes import saved_bytes
-from labcode.teach.labs.l03_step import autocast
 
 
 def saved_by_forward(dtype):
@@ -206,8 +206,8 @@ print(f"ratio {ratio:.2f}")
 # float32 and in bfloat16. `autocast(dtype)` is `torch.autocast("cpu", dtype)`, and does nothing for float32.
 
 # %% tags=["by-hand"]
-from labcode.teach.labs.l03_step import NUM_STEPS, narrow_model
-from labcode.teach.progress import status
+from course.labs.l03_step import NUM_STEPS, narrow_model
+from course.progress import status
 
 
 def trained(dtype, batches):
@@ -276,7 +276,7 @@ def adamw_of(model, how):
     return optimizer
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs.l03_step import operations
+from course.labs.l03_step import operations
 
 gpt.loss(model(tokens), targets).backward()  # a parameter without .grad is left out
 HOWS = ("loop", "foreach", "fused")
@@ -418,8 +418,8 @@ compare("bytes", times_as_many_bytes, ratio, within=1.01, found="counted")
 # %%
 from torch._inductor.utils import fresh_cache
 
-from labcode.teach.labs.l03_step import seconds_of
-from labcode.teach.progress import status
+from course.labs.l03_step import seconds_of
+from course.progress import status
 
 x = torch.randn(2**20)
 compiled = torch.compile(chain)
@@ -514,7 +514,7 @@ for kernel_us in (2, 20):
 # Without a GPU this code cannot run, and it was not run here: you only read it.
 
 # %%
-from labcode.lab import show_source
+from course.lab import show_source
 from labcode.train.cuda_graph import GraphedStep
 
 show_source(GraphedStep._record)
@@ -548,8 +548,8 @@ show_source(GraphedStep._record)
 # 03, section 3). Exercise 3.5 lets you choose both.
 
 # %%
-from labcode.teach.labs.l03_step import NERSC_SAMPLES_PER_S, autocast
-from labcode.teach.labs.l03b_by_hand import adamw_of
+from course.labs.l03_step import NERSC_SAMPLES_PER_S, autocast
+from course.labs.l03b_by_hand import adamw_of
 
 
 def step_with(dtype, how):
@@ -633,7 +633,7 @@ plot.bars(ladder, caption="03b.three_devices")
 # it. On a CPU without a unit for bfloat16 a different dtype may win, and float16 may take ten times as long.
 
 # %% tags=["exercise"]
-from labcode.teach.labs import l03_race
+from course.labs import l03_race
 
 ### BEGIN SOLUTION
 settings = l03_race.Settings(batch=8, dtype="float32", optimizer="fused")

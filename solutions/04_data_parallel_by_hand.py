@@ -36,9 +36,9 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DistributedSampler
 
+from course.lab import Ranks, check, compare, plot, yours
 from labcode.config import GPTConfig, TextData
 from labcode.data import sampler, text
-from labcode.lab import Ranks, check, compare, plot, yours
 from labcode.models import gpt, layers
 
 torch.set_num_threads(1)  # one core for each process, here as on the ranks
@@ -110,7 +110,7 @@ plot.data_parallel(4, caption="04.step")
 # normalisation violates it, and a GPT has none. To see the equality, we train one process first.
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs import l04_by_hand
+from course.labs import l04_by_hand
 
 one_process, _ = train(rank=0, p=1)
 print("one process:", " ".join(f"{loss:.3f}" for loss in one_process))
@@ -182,7 +182,7 @@ plot.losses_of_ranks(one_process, rank_losses, mean_loss)
 distance_left = 1.0  # all ranks make the same step, from different places
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs import l04_by_hand
+from course.labs import l04_by_hand
 
 
 def average(model):
@@ -421,7 +421,7 @@ compare("AdamW", adamw_step_too_long, times_too_long(torch.optim.AdamW), within=
 # call labcode's `l04_by_hand.average_gradients(model, group)`. The optimizer step is not part of your function.
 
 # %% tags=["exercise"]
-from labcode.teach.labs import l04_by_hand
+from course.labs import l04_by_hand
 
 
 def accumulated_gradients(model, inputs, targets, num_micro_batches, group):
@@ -546,7 +546,7 @@ print("read in the first step:", read_in_first_step)
 on_four_gpus = 80e9 / 16
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs import l04_by_hand
+from course.labs import l04_by_hand
 
 
 def bytes_per_parameter(rank, p):
@@ -629,7 +629,7 @@ plot.copies(4, caption="04.copies")
 #
 # The check writes your function to a file `runs/train_04.py`, below the imports of this cell and those of `torch`,
 # `dist`, `gpt` and `DistributedSampler`. Only `main` is copied: whatever else you import or define has to stand inside
-# it. The check starts the file with `labcode.launch`, which calls torchrun, on one and on two ranks, and compares the
+# it. The check starts the file with `labcode.runtime.launch`, which calls torchrun, on one and on two ranks, and compares the
 # final weights with those that one process must get. This takes about half a minute.
 #
 # Without GPUs the check can try only the CPU. So read your script once more and ask what it does on a machine with four
@@ -642,7 +642,7 @@ import os
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from labcode.teach.labs.l04_script import build_model, dataset
+from course.labs.l04_script import build_model, dataset
 
 
 def main(folder, epochs=2, global_batch=16):

@@ -34,9 +34,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from course.lab import Ranks, check, compare, plot, show_source
 from labcode import recipes
 from labcode.comm.timing import call_times
-from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.models import gpt, layers
 
 torch.set_num_threads(1)
@@ -198,7 +198,7 @@ check("5.1", average_buckets, ranks)
 # row *link*, 1 to 4 are their buckets.
 
 # %% tags=["figure"]
-from labcode.teach.labs import l05_slow_link as slow_link
+from course.labs import l05_slow_link as slow_link
 
 slow_link.draw_overlap(
     4, compute_ms=10, send_ms=8, title="Overlap hides all buckets but the last"
@@ -382,11 +382,11 @@ import functools
 import math
 import os
 
-from labcode.lab import yours
+from course.lab import yours
+from course.labs import l05_by_hand
+from course.labs import l05_slow_link as slow_link
 from labcode.parallel.data import make_buckets
 from labcode.perf import alpha_beta
-from labcode.teach.labs import l05_by_hand
-from labcode.teach.labs import l05_slow_link as slow_link
 
 ethernet = alpha_beta.Link(alpha_s=50e-6, beta_bytes_per_s=125e6)
 only_gloo = alpha_beta.Link(alpha_s=0, beta_bytes_per_s=math.inf)
@@ -476,9 +476,9 @@ import contextlib
 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from labcode.lab import yours
+from course.lab import yours
+from course.labs import l05_by_hand
 from labcode.parallel.data import DataParallel, make_buckets
-from labcode.teach.labs import l05_by_hand
 
 Overlapped = yours("5.2", l05_by_hand.OverlappedDataParallel)
 
@@ -794,7 +794,7 @@ check("5.5", compress, ranks)
 # %%
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from labcode.teach.labs import l05_by_hand
+from course.labs import l05_by_hand
 
 
 def pytorch_hook(group, bucket):

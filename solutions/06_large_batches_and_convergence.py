@@ -38,9 +38,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from labcode.lab import Ranks, check, compare, plot
-from labcode.teach.labs import l06_runs
-from labcode.teach.labs import l06_slow_link as slow_link
+from course.lab import Ranks, check, compare, plot
+from course.labs import l06_runs
+from course.labs import l06_slow_link as slow_link
 
 torch.set_num_threads(1)
 ranks = Ranks(4)
@@ -272,9 +272,9 @@ check("6.3", Smoothed)
 # matters: the lower it is, the larger the noise scale, as appendix C of the paper explains.)
 
 # %%
-from labcode import launch
-from labcode.teach.progress import following
-from labcode.train import metrics
+from course.progress import following
+from labcode.measure import metrics
+from labcode.runtime import launch
 
 options = [f"--{name}={value}" for name, value in l06_runs.GPT_FIELDS.items()]
 options += ["--train.steps=225", "--train.global_batch=32", "--train.micro_batch=8"]
@@ -396,7 +396,7 @@ S_min = 107 - E_min / 1024
 steps_of_32 = S_min + E_min / 32
 
 # %% tags=["figure"]
-from labcode.train import sweep_table
+from labcode.run import sweep_table
 
 rows = l06_runs.shipped("gpt")
 ways = sweep_table.to_loss(rows, l06_runs.TARGET)
@@ -523,7 +523,7 @@ plot.speed_and_price(times, bills, caption="06.time_and_price")
 growth_of_the_rate = ((1 + 44 / 4) / (1 + 44 / 1024)) ** 0.5
 
 # %% tags=["figure"]
-from labcode.train import sweep_table
+from labcode.run import sweep_table
 
 rows = l06_runs.shipped("gpt")
 good = sweep_table.good_rates(rows, l06_runs.TARGET, slack=1.1)
@@ -631,10 +631,10 @@ comes_with_20 = False
 comes_with_100 = True
 
 # %%
+from course.progress import status
 from labcode.config import TextData
 from labcode.data import text
 from labcode.models import gpt, layers
-from labcode.teach.progress import status
 
 
 def train_at(rank, schedules, seed=2):
@@ -904,11 +904,11 @@ check("6.7", OuterStep, ranks)
 diloco_is = "worse"  # 0.7 / (1 - 0.9) = 7 times 0.01 is far above a good rate
 
 # %%
+from course.progress import status
 from labcode.config import TextData
 from labcode.data import text
 from labcode.models import gpt, layers
 from labcode.parallel.local import OuterOptimizer
-from labcode.teach.progress import status
 
 
 def train_apart(rank, every, outer_lr, momentum, inner_lr, steps=200):
@@ -1019,8 +1019,8 @@ ranks.close()
 # | a rule for the rate | add `--optim.lr_rule square_root --optim.reference_batch 64` |
 # | 4 nodes of 4 GPUs, 16 samples on each GPU | `python -m labcode.slurm submit gpt_10m --site my.yaml --nodes 4 --train.global_batch 256 --optim.lr_rule square_root --optim.reference_batch 64`; the same with 1 node and batch 64, and with 16 nodes and batch 1024, with steps for the same number of samples |
 # | LAMB | add `--optim.name lamb` (with `labcode[optimizers]`) |
-# | a sweep on one GPU, a run at a time | `python -m labcode.train.sweep gpt_10m --sweep.batch 32,64,128 --sweep.lr 1e-3,3e-3,1e-2 --sweep.samples 64000` |
-# | inside a SLURM job | `srun --ntasks=1 python -m labcode.train.sweep ...`, submitted again to resume |
+# | a sweep on one GPU, a run at a time | `python -m labcode.run.sweep gpt_10m --sweep.batch 32,64,128 --sweep.lr 1e-3,3e-3,1e-2 --sweep.samples 64000` |
+# | inside a SLURM job | `srun --ntasks=1 python -m labcode.run.sweep ...`, submitted again to resume |
 #
 # ## Questions (core, 4 min)
 #
@@ -1064,8 +1064,8 @@ ranks.close()
 # | speed | B / (t0 + t1 B) samples per second | metrics `samples_per_s` |
 # | noise | E abs(G_B)² = abs(G)² + tr Σ / B | `train.noise_scale.estimate` |
 # | noise scale | B_simple = tr Σ / abs(G)², smoothed first, divided last | `--train.noise_scale` |
-# | critical batch | S = S_min + E_min / B, B_crit = E_min / S_min | `train.sweep_table.fit_tradeoff` |
-# | rate and batch | SGD: rate_max / (1 + B_noise / B); AdamW: the root of that denominator | `--optim.lr_rule`, `train.sweep` |
+# | critical batch | S = S_min + E_min / B, B_crit = E_min / S_min | `run.sweep_table.fit_tradeoff` |
+# | rate and batch | SGD: rate_max / (1 + B_noise / B); AdamW: the root of that denominator | `--optim.lr_rule`, `run.sweep` |
 # | a spike and AdamW | a step of (1 − β1) / √(1 − β2) rates, then short ones for long: clip | `--optim.clip_norm` |
 # | warm-up | the rate that a model tolerates rises as it learns | `--optim.warmup_steps` |
 # | rare messages | 1 / H of the bytes, outer Nesterov | `parallel.local.OuterOptimizer` |

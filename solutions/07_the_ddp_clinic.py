@@ -44,9 +44,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
 
-from labcode.lab import Ranks, check, compare, plot
-from labcode.teach.labs import l07_clinic as clinic
-from labcode.teach.labs.l07_patients.common import small_model, text_samples
+from course.lab import Ranks, check, compare, plot
+from course.labs import l07_clinic as clinic
+from course.labs.l07_patients.common import small_model, text_samples
 
 ranks = Ranks(4)
 pair = Ranks(2, beside=True)  # patients are examined on two ranks
@@ -369,7 +369,7 @@ check("7.3", pair, patient_1, patient_2)
 weights_differ = True
 
 # %%
-from labcode.teach.labs.l07_patients.common import apart
+from course.labs.l07_patients.common import apart
 
 
 def fine_tuned_as_advised(rank):
@@ -651,7 +651,7 @@ def patient_3(watch):
     return norms[0]
 
 # %% tags=["exercise"]
-from labcode.teach.labs.l07_patients.common import IGNORED, padded_samples
+from course.labs.l07_patients.common import IGNORED, padded_samples
 
 
 def patient_8(watch):
@@ -1026,7 +1026,7 @@ targets_complains = "loss"
 after_wrapping_complains = "nobody"
 
 # %%
-from labcode.teach.labs.l07_patients.common import apart
+from course.labs.l07_patients.common import apart
 
 
 def part(inputs, targets):

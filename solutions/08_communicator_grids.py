@@ -35,8 +35,8 @@
 import torch
 import torch.distributed as dist
 
+from course.lab import Ranks, check, compare, plot
 from labcode.comm.grid import Grid
-from labcode.lab import Ranks, check, compare, plot
 from labcode.recipes import gpt_shape
 from labcode.topology import GridShape
 
@@ -429,12 +429,12 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 
+from course.labs.l08_costs import crossing_bytes
 from labcode.comm.counting import CollectiveSpy
 from labcode.config import GPTConfig
 from labcode.models import gpt
 from labcode.models.parallelize import parallelize
 from labcode.perf.traffic import across_nodes
-from labcode.teach.labs.l08_costs import crossing_bytes
 
 small = GPTConfig(
     num_layers=2, num_heads=4, hidden_size=64, context_length=128, vocab_size=64
@@ -641,7 +641,7 @@ two_rings_s = one_ring_s / 2  # each ring has half of the tensor
 two_levels_s = 2 * 1 / 2 * 2e6 / 5e6  # a ring of two, with half of it
 
 # %%
-from labcode.teach.labs import l08_nodes as nodes
+from course.labs import l08_nodes as nodes
 
 one, two, levels = (
     max(ranks.run(nodes.median_s, way))
@@ -761,7 +761,7 @@ print(f"tp with one in a node:   {tp_bytes / spread_rate:.2f} s")
 # Change it and run the cell as often as you like.
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs.l08_costs import cheapest, costs, table
+from course.labs.l08_costs import cheapest, costs, table
 
 model_13b = gpt_shape("gpt_13b")
 trial = GridShape(dp=8, tp=8)

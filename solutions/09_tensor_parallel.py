@@ -39,9 +39,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from course.lab import Ranks, check, compare, plot
 from labcode.comm.collectives import copy_to, reduce_from
 from labcode.comm.grid import Grid
-from labcode.lab import Ranks, check, compare, plot
 from labcode.parallel import tensor
 
 ranks = Ranks(4, timeout_s=15)
@@ -305,7 +305,7 @@ for name, shape in ranks.run(shapes_on_a_rank)[0].items():
 # are below 1e-12.
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs.l09_shards import difference, is_exact
+from course.labs.l09_shards import difference, is_exact
 
 for rank, differences in enumerate(ranks.run(difference, make_mlp, shard_mlp)):
     print(f"rank {rank}: the same as one process: {is_exact(differences)}")
@@ -449,9 +449,9 @@ def make_attention():
     return layers.Attention(64, 4, causal=True)
 
 # %% tags=["nbval-check-output"]
+from course.labs.l09_by_hand import tp_group
+from course.labs.l09_shards import difference, is_exact
 from labcode.parallel import sharding
-from labcode.teach.labs.l09_by_hand import tp_group
-from labcode.teach.labs.l09_shards import difference, is_exact
 
 
 def shard_plainly(attention):
@@ -522,10 +522,10 @@ all_reduces_backward = 2
 bytes_in_all = 4 * (8 * 128 * 256 * 4)
 
 # %% tags=["nbval-check-output"]
+from course.labs.l09_by_hand import shard_mlp, tp_group
+from course.labs.l09_shards import count_collectives
 from labcode.models import layers
 from labcode.perf import alpha_beta
-from labcode.teach.labs.l09_by_hand import shard_mlp, tp_group
-from labcode.teach.labs.l09_shards import count_collectives
 
 
 def layer_collectives():
@@ -693,7 +693,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from labcode.teach.labs.l09_shards import spelled
+from course.labs.l09_shards import spelled
 
 
 def layout(dtensor):
@@ -748,8 +748,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from labcode.teach.labs.l09_by_hand import make_attention, make_mlp, shard_mlp
-from labcode.teach.labs.l09_shards import (
+from course.labs.l09_by_hand import make_attention, make_mlp, shard_mlp
+from course.labs.l09_shards import (
     SeparateAttention,
     count_collectives,
     difference,
@@ -896,11 +896,11 @@ print(f"all-reduces: {forward} forward, {backward} backward")
 # Here is what rank 0 holds for dp = 2 and tp = 2.
 
 # %%
+from course.labs.l09_shards import adamw_steps, weights_table
 from labcode.config import GPTConfig
 from labcode.data import sampler, text
 from labcode.models import gpt, layers
 from labcode.models.parallelize import parallelize
-from labcode.teach.labs.l09_shards import adamw_steps, weights_table
 from labcode.topology import GridShape
 
 torch.set_num_threads(1)
@@ -1153,9 +1153,9 @@ check("9.5", MyVocabParallelEmbedding, ranks)
 # The next cell counts both ways on two ranks, for 512 tokens in float32 and GPT-2's vocabulary, rounded up to 50304.
 
 # %% tags=["nbval-check-output"]
+from course.labs.l09_by_hand import tp_group, tp_mesh
 from labcode.comm.collectives import all_gather
 from labcode.comm.counting import counted, totals
-from labcode.teach.labs.l09_by_hand import tp_group, tp_mesh
 
 
 def both_losses(tokens=512, vocab=50304):

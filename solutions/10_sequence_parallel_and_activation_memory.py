@@ -32,9 +32,9 @@
 # %%
 import torch
 
+from course.lab import Ranks, check, compare, plot
 from labcode.comm.grid import Grid
 from labcode.config import ParallelConfig
-from labcode.lab import Ranks, check, compare, plot
 from labcode.models.parallelize import parallelize
 from labcode.topology import GridShape
 
@@ -353,7 +353,7 @@ keeps_more_than_gpt3 = True
 import torch.nn.functional as F
 from torch import nn
 
-from labcode.teach.labs.l10_by_hand import kept_bytes
+from course.labs.l10_by_hand import kept_bytes
 
 
 class TodaysLayer(nn.Module):
@@ -605,8 +605,8 @@ forward_ratio = 4 / 4
 in_all_ratio = (4 + 4 + 2) / 8
 
 # %% tags=["nbval-check-output"]
+from course.labs.l10_by_hand import one_layer
 from labcode.perf import alpha_beta
-from labcode.teach.labs.l10_by_hand import one_layer
 
 
 def wire_bytes(calls):
@@ -634,7 +634,7 @@ print(f"kept by each: {sequence_kept:,} bytes; with tp alone {with_tp_kept:,}")
 # all-gather may hide behind a matmul. Let us put our measurements beside the formula, here for a layer of GPT-3.
 
 # %% tags=["figure"]
-from labcode.teach.labs.l10_by_hand import formula_bytes, in_the_paper
+from course.labs.l10_by_hand import formula_bytes, in_the_paper
 
 sizes = (1, 2, 4, 8, 16, 32)
 
@@ -705,8 +705,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from course.labs.l10_by_hand import kept_bytes
 from labcode.comm.counting import counted, totals
-from labcode.teach.labs.l10_by_hand import kept_bytes
 
 
 class PlainBlock(nn.Module):
@@ -798,7 +798,7 @@ larger_than_a_tenth = False
 # %%
 from dataclasses import replace
 
-from labcode.teach.labs import l10_small_gpt as small
+from course.labs import l10_small_gpt as small
 
 
 def train(rank, forget):

@@ -37,7 +37,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from labcode.lab import Ranks, check, compare, plot, show_source
+from course.lab import Ranks, check, compare, plot, show_source
 from labcode.models import layers
 from labcode.parallel import attention_block
 from labcode.parallel.context import RingAttention
@@ -53,10 +53,10 @@ ranks = Ranks(4, timeout_s=10)
 # section 6), which tensor parallelism divides by 8.
 
 # %% tags=["nbval-check-output"]
+from course.exercises import l11
 from labcode.perf import memory
-from labcode.teach.exercises import l11
+from labcode.runtime.units import si
 from labcode.topology import GridShape
-from labcode.units import si
 
 
 def activation_bytes(shape):
@@ -244,7 +244,7 @@ compare("parts for rank 2", parts_looked_at, looked_at, within=1, found="simulat
 # part in flight counts, and a slice or a chunk of a part keeps all of it.) About 20 lines.
 
 # %% tags=["exercise", "by-hand"]
-from labcode.teach.labs.l11_by_hand import attend
+from course.labs.l11_by_hand import attend
 
 
 def pass_on(x, group):
@@ -304,7 +304,7 @@ show_source(context._travel)
 # sleeps. The figure shows rank 3, which has a block to compute in every step.
 
 # %%
-from labcode.teach.labs import l11_slow_ring as slow_ring
+from course.labs import l11_slow_ring as slow_ring
 
 waiting = slow_ring.forward(ranks, overlapped=False, block_ms=20, message_ms=15)
 overlapped = slow_ring.forward(ranks, overlapped=True, block_ms=20, message_ms=15)
@@ -386,7 +386,7 @@ def attend_backward(dout, q, k, v, out, lse, causal):
 # Let us check that on one process: cut the keys into two blocks, and add up the terms.
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs.l11_by_hand import attend
+from course.labs.l11_by_hand import attend
 
 draw = torch.Generator().manual_seed(0)
 q, k, v, dout = torch.randn(4, 6, 8, generator=draw, dtype=torch.float64)
@@ -430,7 +430,7 @@ plot.ring_gradients(4, caption="11.gradients")
 # About 15 lines, and no skeleton this time.
 
 # %% tags=["exercise"]
-from labcode.teach.labs.l11_by_hand import pass_on
+from course.labs.l11_by_hand import pass_on
 
 
 def ring_backward(dout, q, k, v, out, lse, group):
@@ -603,7 +603,7 @@ last_to_first = 14 / 2
 last_to_fair = 14 / ((2 + 6 + 10 + 14) / 4)
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.figures import attention as masks
+from course.figures import attention as masks
 
 
 def tiles_of_ranks(layout):
@@ -717,9 +717,9 @@ plot.ulysses(4, caption="11.ulysses")
 # backward is the swap the other way. With it, the all-to-all and the gather are these few lines.
 
 # %%
+from course.labs.l11_by_hand import beside_one_process, with_ring
 from labcode.comm.collectives import all_to_all
 from labcode.parallel.context import GatherAttention
-from labcode.teach.labs.l11_by_hand import beside_one_process, with_ring
 
 
 def with_ulysses(core, group, layout, q, k, v):
@@ -847,7 +847,7 @@ plot.causal(4, ("zigzag",), documents=(4, 1, 1, 1, 1), caption="11.documents")
 busiest_to_fair = (3 + 1 / 2 + 1 / 2) / ((4 * 1 / 2 + 6 + 4 * 1 / 2) / 4)
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.figures import attention as masks
+from course.figures import attention as masks
 
 work = [0.0] * 4
 for (query, key), (owner, _) in masks.tiles(4, "zigzag", (4, 1, 1, 1, 1)).items():
@@ -879,10 +879,10 @@ print("tiles of each rank:", work)
 # its own tokens alone. In the other each rank draws its weights from a seed of its own.
 
 # %% tags=["nbval-check-output"]
+from course.labs import l10_small_gpt as small
 from labcode.comm.grid import Grid
 from labcode.config import ParallelConfig
 from labcode.models.parallelize import parallelize
-from labcode.teach.labs import l10_small_gpt as small
 from labcode.topology import GridShape
 
 
@@ -950,10 +950,10 @@ show_source(torch_data._sum_then_divide)
 # that a node has two GPUs, so that ranks 0 and 1 share the fast link.
 
 # %% tags=["nbval-check-output"]
+from course.labs.l11_by_hand import wire_bytes
 from labcode.comm.counting import counted
 from labcode.config import ViTConfig
 from labcode.models import vit
-from labcode.teach.labs.l11_by_hand import wire_bytes
 
 draw = torch.Generator().manual_seed(0)
 maps = torch.randn(5, 2, 2, 4, 20, 40, generator=draw, dtype=torch.float64)
@@ -1038,7 +1038,7 @@ faster_at_nersc = "cp"
 less_memory_at_nersc = "cp"
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs import papers
+from course.labs import papers
 
 samples_per_s = papers.NERSC_SAMPLES_PER_S
 gib_in_use = papers.NERSC_GIB_IN_USE

@@ -37,11 +37,11 @@
 import torch
 import torch.distributed as dist
 
-from labcode.lab import check, compare, plot
+from course.lab import check, compare, plot
+from course.labs import l12_paced_pipeline as stages
+from course.pool.ranks import Ranks
 from labcode.perf.pipeline import StageTimes, bubble_over_ideal, simulate
-from labcode.pool.ranks import Ranks
 from labcode.schedules import Action, schedule
-from labcode.teach.labs import l12_paced_pipeline as stages
 
 ranks = Ranks(4)
 STAGE_S = StageTimes(forward_s=0.030, input_s=0.030, weight_s=0.030)
@@ -630,7 +630,7 @@ check_schedule(wrong, num_stages=2, num_microbatches=2)
 # %%
 import time
 
-from labcode.pool.ranks import RankError
+from course.pool.ranks import RankError
 
 
 class Broken(torch.nn.Module):
@@ -679,14 +679,14 @@ except RankError as error:
 # forms the sum.
 
 # %%
+from course.labs.l09_shards import adamw_steps
+from course.labs.l12_by_hand import batches, build
 from labcode.comm.counting import counted
 from labcode.comm.grid import Grid
 from labcode.config import ParallelConfig
 from labcode.models import gpt
 from labcode.models.parallelize import parallelize
 from labcode.perf import alpha_beta
-from labcode.teach.labs.l09_shards import adamw_steps
-from labcode.teach.labs.l12_by_hand import batches, build
 from labcode.topology import GridShape
 
 
@@ -1113,8 +1113,8 @@ def first_choice(num_parameters):
     return tp, pp
 
 # %% tags=["nbval-check-output"]
+from course.labs import papers
 from labcode.config import GPTConfig
-from labcode.teach.labs import papers
 
 _, _, _, tp, pp, _ = papers.MEGATRON_LAYOUTS[4]  # 39.1 billion parameters
 compare("tp and pp", choice_for_39_billion, (tp, pp), found="published")

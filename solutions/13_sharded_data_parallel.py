@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course.lab import Ranks, check, compare, plot
 from labcode.comm.counting import counted
-from labcode.lab import Ranks, check, compare, plot
 from labcode.models.gpt import GPT
 from labcode.parallel.zero.cut import piece_of
 from labcode.perf.alpha_beta import bytes_sent
@@ -94,7 +94,7 @@ stage_2_gb = 7.5 * (2 + 14 / 64)
 stage_3_gb = 7.5 * (16 / 64)
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs import papers
+from course.labs import papers
 
 guesses = (without_gb, stage_1_gb, stage_2_gb, stage_3_gb)
 for guess, (name, published_gb) in zip(guesses, papers.ZERO_GB.items()):
@@ -120,9 +120,9 @@ for guess, (name, published_gb) in zip(guesses, papers.ZERO_GB.items()):
 # %% tags=["by-hand"]
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, OptimConfig, ParallelConfig
+from labcode.measure.steps import held_bytes
 from labcode.models.parallelize import parallelize
 from labcode.topology import GridShape
-from labcode.train.measure import held_bytes
 from labcode.train.optim import make_optimizer
 
 CONFIG = GPTConfig(
@@ -611,7 +611,7 @@ num_all_gathers = 2 * 4 + 1
 num_reduce_scatters = 4 + 1
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs.l13_by_hand import CONFIG, two_steps
+from course.labs.l13_by_hand import CONFIG, two_steps
 
 stages = []
 for stage in range(4):

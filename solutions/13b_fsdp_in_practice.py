@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course.lab import Ranks, check, compare, plot
 from labcode.comm.counting import counted
-from labcode.lab import Ranks, check, compare, plot
 from labcode.models.gpt import GPT
 
 ranks = Ranks(4)
@@ -67,7 +67,7 @@ def count(calls, kind):
 # link, G gathers the weights of a layer, and R reduce-scatters its gradients.
 
 # %%
-from labcode.teach.labs import l13_units as units
+from course.labs import l13_units as units
 
 speeds = units.Speeds(forward_s=0.020, backward_s=0.040, message_s=0.015)
 waiting = units.play(ranks, 6, speeds, prefetch=False)
@@ -370,9 +370,9 @@ flat_sends = 3 * 3 / 4
 hybrid_sends = 2 * 1 / 2
 
 # %% tags=["nbval-check-output"]
+from course.labs.l13_by_hand import CONFIG, two_steps
 from labcode.comm.grid import Grid
 from labcode.perf.traffic import across_nodes, ring
-from labcode.teach.labs.l13_by_hand import CONFIG, two_steps
 from labcode.topology import GridShape
 
 
@@ -479,9 +479,9 @@ compare("hybrid", hybrid_sends, numbers[1], within=1.1, found="counted")
 # %% tags=["nbval-check-output"]
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from course.labs.l13_by_hand import CONFIG
 from labcode.models import gpt
 from labcode.models.layers import initialize
-from labcode.teach.labs.l13_by_hand import CONFIG
 
 
 def sharded(policy):
@@ -647,7 +647,7 @@ import os
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from labcode.teach.labs.l13_script import build_model, micro_batches
+from course.labs.l13_script import build_model, micro_batches
 
 
 def main(folder, steps, dtype):
@@ -748,8 +748,8 @@ check("13.6", main)
 # its costs are right, and whether another one that fits is faster.
 
 # %% tags=["exercise"]
+from course.labs import l13_layouts as layouts
 from labcode.perf.state_memory import state_bytes
-from labcode.teach.labs import l13_layouts as layouts
 
 Layout = layouts.Layout
 mixed = {"weight_bytes": 2, "gradient_bytes": 2, "optimizer_bytes": 12}

@@ -37,11 +37,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from labcode.lab import check, compare, plot
+from course.lab import check, compare, plot
+from course.labs import l14_cluster
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import load
-from labcode.teach.labs import l14_cluster
 
 lab = l14_cluster.open_lab("lesson14")
 
@@ -496,7 +496,7 @@ dist.destroy_process_group()
 # and `MASTER_PORT` as yours does.
 
 # %%
-from labcode.teach.labs import l14_scripts
+from course.labs import l14_scripts
 
 one_task_per_rank = replace(load("local"), launcher="srun", logs="runs")
 Path("runs/plain.py").write_text(PLAIN)
@@ -720,7 +720,7 @@ last_step_of_rank_0 = 12
 weights_in_the_end = "same"
 
 # %%
-from labcode import launch
+from labcode.runtime import launch
 
 Path("runs/lasting.py").write_text(LASTING)
 Path("runs/stopped.pt").unlink(missing_ok=True)
@@ -848,8 +848,8 @@ plot.lines(
 # and 7 to 0.
 
 # %% tags=["figure", "nbval-check-output"]
+from course.labs import l14_nccl_example
 from labcode.doctor import nccl_log
-from labcode.teach.labs import l14_nccl_example
 
 text = l14_nccl_example.two_nodes()
 for line in text.splitlines():
@@ -894,7 +894,7 @@ for line in l14_nccl_example.two_nodes(rdma=False).splitlines():
 # %%
 HELLO = '''import socket, sys
 import torch, torch.distributed as dist
-from labcode.comm import bootstrap
+from labcode.runtime import bootstrap
 
 HIDDEN = 64
 world = bootstrap.start(timeout_s=float(sys.argv[1]))
@@ -970,15 +970,15 @@ with lab.fault("code"):
 # **flight recorder** keeps the last collectives of each rank, by default 2000.
 
 # %%
-from labcode import launch
-from labcode.teach.exercises import l14
-from labcode.teach.labs import l14_hang
+from course.exercises import l14
+from course.labs import l14_hang
+from labcode.runtime import launch
 
 HANG = '''import faulthandler, os
 from pathlib import Path
 import torch, torch.distributed as dist
-from labcode.comm import bootstrap
-from labcode.teach.labs.l14_hang import save_flight_record
+from labcode.runtime import bootstrap
+from course.labs.l14_hang import save_flight_record
 
 def train_step():
     dist.all_reduce(torch.ones(1000))
@@ -1165,7 +1165,7 @@ folders = lab.script(
 )
 
 # %%
-from labcode.train import scaling
+from labcode.run import scaling
 
 runs = [scaling.read(folder) for folder in folders]
 rates = [run.row.lr for run in runs]
@@ -1180,7 +1180,7 @@ compare("cheapest on", cheapest_on, cheapest, within=1, unit="node")
 print("\n".join(scaling.table(runs)))
 
 # %% [markdown]
-# The table is that of `python -m labcode.train.scaling runs/weak_scaling-*`. Read it as two columns that pull in
+# The table is that of `python -m labcode.run.scaling runs/weak_scaling-*`. Read it as two columns that pull in
 # opposite directions. **Samples a second** grow with the nodes, as far as there is hardware: on a laptop with two cores
 # the third node has no core of its own, and on a cluster the network takes its share. **The loss after the same
 # samples** gets worse, because fewer steps were made with them. The time to a loss is what remains of both, and the
@@ -1294,7 +1294,7 @@ lab.close()
 # | job, task | the script runs once, on the first node; `srun` runs tasks on all | `slurm.script.job` |
 # | two launchers | srun starts the ranks, or one torchrun on each node does | `slurm.script.render` |
 # | one script, many runs | options before its name, words after it, and the environment | |
-# | plain PyTorch under srun | RANK, WORLD_SIZE, LOCAL_RANK from SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID | `comm.bootstrap` |
+# | plain PyTorch under srun | RANK, WORLD_SIZE, LOCAL_RANK from SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID | `runtime.bootstrap` |
 # | legal faults | found by rules, before the queue | `slurm.lint` |
 # | next attempt | USR1, all-reduce of the notes, checkpoint, requeue, resume in the same folder | `train.checkpoint` |
 # | the second node | 2 (p - 1)/p · 4 N bytes / bandwidth | `perf.alpha_beta` |

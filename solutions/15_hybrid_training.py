@@ -34,12 +34,13 @@
 # The first cell starts four ranks for sections 2 to 4, and a SLURM of two nodes for sections 6 and 7.
 
 # %%
-from labcode import combinations, recipes
-from labcode.lab import Ranks, check, compare, plot
+from course.exercises import l15
+from course.lab import Ranks, check, compare, plot
+from course.labs import emulate, l14_cluster
+from course.labs import l15_hybrid as hybrid_lab
+from labcode import recipes
 from labcode.perf import step
-from labcode.teach.exercises import l15
-from labcode.teach.labs import emulate, l14_cluster
-from labcode.teach.labs import l15_hybrid as hybrid_lab
+from labcode.runtime import combinations
 from labcode.topology import GridShape
 
 ranks = Ranks(4, timeout_s=120)
@@ -104,7 +105,7 @@ check("15.1", layout)
 on_1536_gpus = 153 * (96 / (96 + 11)) / (384 / (384 + 11))  # 16 copies, m = 96
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs import papers
+from course.labs import papers
 
 published = papers.GPT3_TFLOP_PER_S
 compare(
@@ -163,7 +164,7 @@ to_pp_neighbour = 4 * (2 * 32 * 64 * 4)
 
 # %% tags=["nbval-check-output"]
 from labcode.perf import traffic
-from labcode.units import si
+from labcode.runtime.units import si
 
 
 def bytes_on_links(shape):
@@ -491,7 +492,7 @@ check("15.3", best_layout)
 idle_fraction = 1 - 4 * (142 + 20) / (5 * (142 + 20 + 34))
 
 # %% tags=["figure"]
-from labcode.teach.labs import l12_paced_pipeline as stages
+from course.labs import l12_paced_pipeline as stages
 
 model = l15.MODEL
 cluster = l15.CLUSTER
@@ -629,7 +630,7 @@ rank_that_prints = 4  # pp = 1, dp = 0, tp = 0: 1 * 2 * 2
 import re
 from pathlib import Path
 
-from labcode import launch
+from labcode.runtime import launch
 
 Path("runs/mesh.py").write_text(MESH)
 outputs = {}
@@ -668,7 +669,7 @@ print("the same losses:", losses[0] == losses[1])
 # a line of the log for every third of them, and no evaluation between.
 
 # %%
-from labcode.train import metrics
+from labcode.measure import metrics
 
 plain = ranks.run(hybrid_lab.plain, {"train.global_batch": 16})[0]
 print(hybrid_lab.blank_script())
@@ -777,7 +778,7 @@ print(f"step of the hybrid / of dp: {ratio:.1f}")
 # it sends many small messages in each step, where plain dp makes a single all-reduce.
 #
 # `--profile.steps 4:7` recorded three steps of rank 0 for PyTorch's profiler, as in lesson 02, section 6. `python -m
-# labcode.train.profile` and the folder of the run print what the recording says:
+# labcode.measure.profile` and the folder of the run print what the recording says:
 
 # %%
 from labcode.perf.summary import summary
@@ -864,8 +865,8 @@ for changes in (
 # `peak_bytes` computes the bytes beforehand; lesson 16 derives it, and has the remedies. Here are its first two rows.
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs import l16_plan as plan
-from labcode.teach.labs.l16_limited import Settings, train_within
+from course.labs import l16_plan as plan
+from course.labs.l16_limited import Settings, train_within
 
 MIB = 2**20
 case = plan.CASES[0]
@@ -1020,7 +1021,7 @@ lab.close()
 # | iteration | (m + pp - 1)(compute + tp + message) + what is not hidden of the gradients | `perf.step.iteration_parts` |
 # | gradients with overlap | all-reduce - 2/3 of the last micro-batch's computing, at least 0 | |
 # | FSDP | 1.5 all-reduces in each micro-batch, behind its computing | |
-# | log | tokens/s of all ranks · step_s = global batch · tokens | `train.metrics` |
+# | log | tokens/s of all ranks · step_s = global batch · tokens | `measure.metrics` |
 # | logits | micro-batch · tokens · V/tp · 4 bytes | `perf.memory` |
 #
 # ## Sources

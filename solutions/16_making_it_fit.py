@@ -38,8 +38,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from course.lab import check, compare, plot
 from labcode.config import GPTConfig
-from labcode.lab import check, compare, plot
 from labcode.models import gpt, layers
 
 os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler is silent about itself
@@ -50,7 +50,7 @@ MIB = 2**20
 # allocation of a tensor, and returns the most bytes that were allocated at once.
 
 # %%
-from labcode.train.measure import allocated_bytes
+from labcode.measure.steps import allocated_bytes
 
 CPU = torch.device("cpu")
 CONFIG = GPTConfig(
@@ -88,7 +88,7 @@ def measured_peak(model, *batches, loss_of=whole_loss):
 # own, and Linux refuses it more memory than `RLIMIT_DATA` allows. (macOS has no such limit, so there the run succeeds.)
 
 # %%
-from labcode.teach.labs.l16_limited import Settings, show_log, train_within
+from course.labs.l16_limited import Settings, show_log, train_within
 
 failed = train_within(CONFIG, Settings(micro_batch=16), room_bytes=80 * MIB)
 print(f"exit status {failed.exit_status}")
@@ -164,7 +164,7 @@ print(f"at best {at_best_gib:.2f} GiB are free, and {asked_gib:.2f} GiB are aske
 # piece of memory that is taken or given back. Here are ten entries from the beginning of a step with one sample.
 
 # %%
-from labcode.teach.labs.l16_memory import list_changes, recorded_step
+from course.labs.l16_memory import list_changes, recorded_step
 
 step_of_one = list_changes(recorded_step(new_model(), micro_batch=1))
 print(f"{len(step_of_one)} entries")
@@ -261,7 +261,7 @@ compare("peak", peak_mib, found_mib, unit="MiB", within=1.05)
 # Here is what labcode's version of your function finds in the list of this step:
 
 # %%
-from labcode.teach.labs import l16_by_hand
+from course.labs import l16_by_hand
 
 timeline = recorded_step(new_model(), micro_batch=16)
 for purpose, num_bytes in l16_by_hand.at_peak(list_changes(timeline)).items():
@@ -365,7 +365,7 @@ compare("peak of 4 x 4", in_four_mib, in_four / MIB, unit="MiB", within=1.05)
 # Does the run of section 1 fit into its 80 MiB now?
 
 # %%
-from labcode.teach.labs.l16_limited import Settings, train_within
+from course.labs.l16_limited import Settings, train_within
 
 four_times_four = Settings(micro_batch=4, num_micro_batches=4)
 fitting = train_within(CONFIG, four_times_four, room_bytes=80 * MIB)
@@ -473,7 +473,7 @@ check("16.2", LossInChunks)
 # %%
 from dataclasses import replace
 
-from labcode.teach.labs import l16_by_hand
+from course.labs import l16_by_hand
 
 LARGE = replace(CONFIG, vocab_size=8192)
 
@@ -716,7 +716,7 @@ check("16.3", Checkpoint)
 # micro-batches of section 3.
 
 # %% tags=["figure"]
-from labcode.teach.labs.l16_memory import recorded_step
+from course.labs.l16_memory import recorded_step
 
 steps = {
     "plain": recorded_step(new_model(), 16),
@@ -892,8 +892,8 @@ check("16.4", policy)
 # variants of our step side by side.
 
 # %%
-from labcode.teach.labs import l16_by_hand
-from labcode.teach.labs.l03_step import median_s
+from course.labs import l16_by_hand
+from course.labs.l03_step import median_s
 
 
 def every_second_matmul():
@@ -1039,7 +1039,7 @@ from pathlib import Path
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from labcode.teach.labs.l16_by_hand import Offload as TheOffload
+from course.labs.l16_by_hand import Offload as TheOffload
 
 
 def belongs_to(model):
@@ -1083,7 +1083,7 @@ print(f"in memory {left_mib:.2f} MiB, in files {files_mib:.0f} MiB")
 # %%
 from functools import partial
 
-from labcode.teach.labs.l03_step import median_s
+from course.labs.l03_step import median_s
 
 
 def offloaded_loss(model, tokens):
@@ -1206,8 +1206,8 @@ plot.fragments(SEGMENTS, 2.5, caption="16.fragments")
 # then run for real, in a process that gets this much memory and no more. About 15 lines.
 
 # %% tags=["exercise"]
-from labcode.teach.labs import l16_plan as plan
-from labcode.teach.labs.l16_limited import Settings
+from course.labs import l16_plan as plan
+from course.labs.l16_limited import Settings
 
 
 def choose(case):

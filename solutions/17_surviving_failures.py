@@ -37,9 +37,9 @@ from pathlib import Path
 
 import torch
 
-from labcode.lab import check, compare, plot
+from course.lab import check, compare, plot
+from course.labs import l17_faulty, l17_run
 from labcode.perf import failures
-from labcode.teach.labs import l17_faulty, l17_run
 
 MINUTE = 60.0
 HOUR = 60 * MINUTE
@@ -86,7 +86,7 @@ print(f"of one GPU:   {16384 * mtbf_s / DAY / 365:.1f} years")
 mtbf_hours_of_1024 = 47.7 * 24 * 8 / 1024
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs import papers
+from course.labs import papers
 
 published = papers.HOURS_TO_FAILURE
 compare("hours, 1,024 GPUs", mtbf_hours_of_1024, published, found="published")
@@ -305,8 +305,8 @@ import json
 import os
 import shutil
 
-from labcode.files import sync_folder
-from labcode.teach.labs import l17_disk
+from course.labs import l17_disk
+from labcode.runtime.files import sync_folder
 
 folder = Path("runs/naive")
 folder.mkdir(parents=True, exist_ok=True)
@@ -604,8 +604,8 @@ output = l17_faulty.run(
 alone = l17_faulty.run("none", *RESUMABLE, "--train.out", "runs/undisturbed", nproc=1)
 
 # %%
-from labcode.teach.labs.l17_boxes import Box, tiles
-from labcode.train import metrics
+from course.labs.l17_boxes import Box, tiles
+from labcode.measure import metrics
 
 
 def losses_of(folder):
@@ -690,8 +690,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from labcode.lab import Ranks
-from labcode.teach.labs.l17_by_hand import reshard as reshard_by_hand
+from course.lab import Ranks
+from course.labs.l17_by_hand import reshard as reshard_by_hand
 
 
 def sharded_layer():
@@ -902,8 +902,8 @@ rank_2_has_different_weights = False
 # %%
 import torch.distributed as dist
 
-from labcode.lab import Ranks
-from labcode.teach.labs import l17_silent
+from course.lab import Ranks
+from course.labs import l17_silent
 
 
 def one_wrong_output(module, inputs, output):
@@ -990,7 +990,7 @@ check("17.5", suspects)
 # Here is the replay on the four ranks with labcode's version, for each rank that may be broken:
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs.l17_by_hand import suspects as suspects_by_hand
+from course.labs.l17_by_hand import suspects as suspects_by_hand
 
 
 def replay(rank, broken_rank):
@@ -1043,7 +1043,7 @@ four_ranks.close()
 # billion parameters, of which a checkpoint holds 12 bytes each, the weight and two moments in float32.
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs import l17_plan
+from course.labs import l17_plan
 
 site = l17_plan.SITE
 print(f"GPUs of the job                     {site.gpus:,}")
@@ -1200,7 +1200,7 @@ check("17.6", make_plan)
 # | MTBF of a job | that of one GPU, divided by their number; the rate differs from cluster to cluster | `perf.failures` |
 # | best interval | about $\sqrt{2CM}$ | `perf.failures.young_interval_s` |
 # | atomic checkpoint | write aside, sync files and folder, rename, sync above, then remove | `train.checkpoint` |
-# | restart | all ranks again, newest whole checkpoint | `train.attempts`, `launch` |
+# | restart | all ranks again, newest whole checkpoint | `run.attempts`, `launch` |
 # | notice | finish the step, save, end with 0 | `train.signals` |
 # | another grid | boxes with their offsets in the whole tensor, intersected | `parallel.boxes` |
 # | hang | compare the collectives that each rank has called | `doctor.hang` |

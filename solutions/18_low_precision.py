@@ -40,9 +40,9 @@ import math
 
 import torch
 
-from labcode.lab import Ranks, check, compare, plot, show_source
+from course.lab import Ranks, check, compare, plot, show_source
+from course.labs import l18_gpt as lab
 from labcode.precision import fp8
-from labcode.teach.labs import l18_gpt as lab
 
 ranks = Ranks(4)
 E4M3 = torch.float8_e4m3fn
@@ -164,16 +164,16 @@ lost_logits = "nearly all"  # 1/83 / (512 * 1024) is 2.3e-8
 # %%
 from itertools import pairwise
 
-from labcode.teach.labs.l03_step import Batches, narrow_model
-from labcode.teach.labs.l03b_by_hand import trained
-from labcode.teach.progress import status
+from course.labs.l03_step import Batches, narrow_model
+from course.labs.l03b_by_hand import trained
+from course.progress import status
 
 batches = Batches()
 tokens, targets = batches(0)
 
 # %% tags=["by-hand"]
+from course.labs.l03_step import autocast
 from labcode.models import gpt
-from labcode.teach.labs.l03_step import autocast
 
 
 def loss_of(model, batch, dtype):
@@ -379,10 +379,10 @@ plot.lines({"scale": powers}, caption="18.scale")
 # %%
 from torch import nn
 
+from course.labs.l03_step import NUM_STEPS, Batches, narrow_model
+from course.labs.l18_by_hand import in_one_row, loss_of
+from course.progress import status
 from labcode.models import gpt
-from labcode.teach.labs.l03_step import NUM_STEPS, Batches, narrow_model
-from labcode.teach.labs.l18_by_hand import in_one_row, loss_of
-from labcode.teach.progress import status
 
 batches = Batches()
 
@@ -1334,8 +1334,8 @@ for name, x in lab.cases().items():
 # %%
 import torch.distributed as dist
 
+from course.labs import l18_transformer_engine as with_te
 from labcode.comm.grid import Grid
-from labcode.teach.labs import l18_transformer_engine as with_te
 from labcode.topology import GridShape
 
 show_source(with_te.plain_layer)

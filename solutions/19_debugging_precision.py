@@ -36,11 +36,11 @@
 import math
 from pathlib import Path
 
-from labcode.lab import Ranks, check, compare, plot, show_source
-from labcode.precision import debug
-from labcode.teach.labs import l19_runs as lab
-from labcode.teach.labs.l18_gpt import PARTS, part_in_words
-from labcode.teach.progress import status
+from course.lab import Ranks, check, compare, plot, show_source
+from course.labs import l19_runs as lab
+from course.labs.l18_gpt import PARTS, part_in_words
+from course.progress import status
+from labcode.debug import on_layers
 
 ranks = Ranks(4)
 GRID = "--parallel.dp 2 --parallel.tp 2"
@@ -141,7 +141,7 @@ lost_of_gradients = "hardly any"  # 14 powers of two are left below the largest
 # %% tags=["figure"]
 options = f"{FP8} --debug.config look.yaml --debug.reduce_over dp tp --train.steps 41"
 train(options, "runs/look")
-found = debug.read_statistics(Path("runs/look/debug"), 0)
+found = on_layers.read_statistics(Path("runs/look/debug"), 0)
 underflows = lab.table(found, "underflows%", 40)
 overflows = lab.table(found, "overflows%", 40)
 
@@ -198,7 +198,7 @@ std_of_all = 5.5  # the values are about 5 from their mean 7
 import torch
 import torch.distributed as dist
 
-from labcode.precision import moments
+from labcode.debug import moments
 
 parts = {"rank 0": [1.0, 2.0, 3.0], "rank 1": [11.0, 12.0, 13.0]}
 whole = torch.tensor(parts["rank 0"] + parts["rank 1"])
@@ -309,7 +309,7 @@ def statistics(x, kept, group):
 check("19.2", statistics, ranks)
 
 # %% [markdown]
-# labcode does the same with nine numbers for each tensor (`labcode/precision/moments.py`), and sends those of all
+# labcode does the same with nine numbers for each tensor (`labcode/debug/moments.py`), and sends those of all
 # tensors that a step logs in one message for each group.
 #
 # **Takeaway: counts, sums, smallest and largest values, and (n, mean, M2) can be reduced. Send these, and compute std
@@ -365,7 +365,7 @@ def different_files(folder, word=""):
     """How many different files four ranks have written, by the lines with this word."""
     contents = set()
     for rank in range(4):
-        rows = debug.read_statistics(Path(folder) / "debug", rank)
+        rows = on_layers.read_statistics(Path(folder) / "debug", rank)
         lines = [(name, value) for (name, _), value in rows.items() if word in name]
         contents.add(tuple(lines))
     return len(contents)
@@ -409,14 +409,14 @@ plot.reduction_groups(
 # `--debug.reduce_weights false`.
 
 # %%
-from labcode.precision import moments
+from labcode.debug import moments
 
 
 def std_afterwards(run, ranks_with_parts, n, tensor):
     """The std of a tensor of `mlp.down`, from files of ranks with n values each."""
     total = moments.Moments()
     for rank in ranks_with_parts:
-        found = debug.read_statistics(Path(run, "debug"), rank)
+        found = on_layers.read_statistics(Path(run, "debug"), rank)
         mean = found[f"blocks.0.mlp.down_{tensor}_mean", 0]
         std = found[f"blocks.0.mlp.down_{tensor}_std", 0]
         total = total + moments.Moments(n, mean, std**2 * (n - 1))
@@ -428,7 +428,7 @@ afterwards = {
     "gradient": std_afterwards("runs/none", [0, 2], 4 * 64 * 64, "gradient"),
     "weight": std_afterwards("runs/shards", [0, 1], 64 * 128, "weight"),
 }
-in_the_run = debug.read_statistics(Path("runs/both/debug"), 0)
+in_the_run = on_layers.read_statistics(Path("runs/both/debug"), 0)
 for tensor, std in afterwards.items():
     reduced = in_the_run[f"blocks.0.mlp.down_{tensor}_std", 0]
     print(f"{tensor}: as in the run {math.isclose(std, reduced, rel_tol=1e-6)}")
@@ -462,7 +462,7 @@ by_rank = {
     "dgrad": std_afterwards("runs/parts", [0, 1, 2, 3], 4 * 64 * 128, "dgrad"),
     "wgrad": std_afterwards("runs/parts", [0, 1, 2, 3], 64 * 128, "wgrad"),
 }
-reduced = debug.read_statistics(Path("runs/reduced/debug"), 0)
+reduced = on_layers.read_statistics(Path("runs/reduced/debug"), 0)
 for tensor, std in by_rank.items():
     std_of_run = reduced[f"blocks.0.mlp.down_{tensor}_std", 0]
     print(f"{tensor}: as in the run {math.isclose(std, std_of_run, rel_tol=1e-6)}")
@@ -480,8 +480,8 @@ for tensor, std in by_rank.items():
 
 # %%
 _ = train(f"{ONE} --parallel.zero_stage 3", "runs/fsdp")
-dense = debug.read_statistics(Path("runs/none/debug"), 0)
-sharded = debug.read_statistics(Path("runs/fsdp/debug"), 0)
+dense = on_layers.read_statistics(Path("runs/none/debug"), 0)
+sharded = on_layers.read_statistics(Path("runs/fsdp/debug"), 0)
 kind = "_weight_"
 same = [sharded[key] == dense[key] for key in dense if kind in key[0]]
 print(f"lines on weights: {len(same)}, equal to those without ZeRO: {sum(same)}")
@@ -503,7 +503,7 @@ print(f"tp 2 x dp 2: {folders('runs/both')}")
 print(f"tp 2 x pp 2: {folders('runs/stages')}")
 print(f"different files of tp 2 x pp 2: {different_files('runs/stages')}")
 name = "blocks.0.mlp.down_activation_std"
-in_file = debug.read_statistics(Path("runs/both/debug"), 0)[name, 0]
+in_file = on_layers.read_statistics(Path("runs/both/debug"), 0)[name, 0]
 shown = lab.tensorboard("runs/both/debug/tensorboard/stage-0")[name, 0]
 print(f"TensorBoard and the file agree: {math.isclose(shown, in_file, rel_tol=1e-6)}")
 
@@ -775,7 +775,7 @@ _ = train(f"{TP_4} --train.dtype fp8 {SCALES} --train.steps 2", "runs/scales")
 def on_each_rank(name):
     """A statistic of the second step in the files of the four ranks."""
     folder = Path("runs/scales/debug")
-    return [debug.read_statistics(folder, rank)[name, 1] for rank in range(4)]
+    return [on_layers.read_statistics(folder, rank)[name, 1] for rank in range(4)]
 
 OWN = "fp8_current_scaling_scale_inv_max"
 delayed = on_each_rank("blocks.0.mlp.up_weight_scale_inv_max")
@@ -928,8 +928,8 @@ sizes:
 SIZES_OF = "--debug.config sizes.yaml --train.micro_batch 1 --train.steps 1"
 _ = train(f"{SIZES_OF} --train.global_batch 2", "runs/one")
 _ = train(f"{SIZES_OF} --train.global_batch 8", "runs/four")
-one = debug.read_statistics(Path("runs/one/debug"), 0)
-four = debug.read_statistics(Path("runs/four/debug"), 0)
+one = on_layers.read_statistics(Path("runs/one/debug"), 0)
+four = on_layers.read_statistics(Path("runs/four/debug"), 0)
 
 # %%
 expected = {
@@ -972,7 +972,7 @@ for tensor, factor in expected.items():
 from nvdlfw_inspect.logging import MetricLogger
 from nvdlfw_inspect.registry import api_method
 
-from labcode.precision.feature import Feature
+from labcode.debug.feature import Feature
 
 
 class CountZeros(Feature):
@@ -1018,7 +1018,7 @@ ZEROS = "--debug.config zeros.yaml --debug.feature_dir features"
 _ = train(f"{ZEROS} --train.steps 1 --train.dtype float32", "runs/zeros")
 
 # %% tags=["nbval-check-output"]
-counted = debug.read_statistics(Path("runs/zeros/debug"), 0)
+counted = on_layers.read_statistics(Path("runs/zeros/debug"), 0)
 zeros = counted["blocks.0.mlp.down_activation_zeros", 0]
 compare("zeros", share_of_zeros, zeros, within=1, found="counted")
 for (name, _), value in counted.items():
@@ -1094,7 +1094,7 @@ ranks_before_the_sum = 1
 ranks_after_the_sum = 2  # the sum goes to both ranks of the tp group
 
 # %%
-from labcode.precision import bisect
+from labcode.debug import bisect
 
 RECORD = "--debug.record_steps 1 --train.steps 1 --train.dtype float32"
 fault = lab.Fault(rank=1, layer="blocks.1.mlp.down", product="grad_input", factor=1.001)
@@ -1152,7 +1152,7 @@ def first_departure(rows, bound):
 check("19.6", first_departure)
 
 # %% [markdown]
-# labcode's tool does this for recorded runs: `python -m labcode.precision.bisect runs/right runs/faulty`. Its bound
+# labcode's tool does this for recorded runs: `python -m labcode.debug.bisect runs/right runs/faulty`. Its bound
 # comes from the precision of the two runs and grows with the root of the number of multiplications behind a tensor, as
 # independent rounding errors do. The next cells call the same functions.
 
@@ -1304,7 +1304,7 @@ check("19.7", diagnose)
 # Then use it to repair the run of section 2:
 #
 # ```python
-# found = debug.read_statistics(Path("runs/look/debug"), 0)
+# found = on_layers.read_statistics(Path("runs/look/debug"), 0)
 # Path("own.yaml").write_text(diagnose(found))
 # train(f"{FP8} --debug.config own.yaml --train.steps 50", "runs/own")[0].val_loss
 # ```
@@ -1327,8 +1327,8 @@ import torch
 import torch.distributed as dist
 from nvdlfw_inspect.utils import gather_along_first_dim
 
+from course.labs import l19_transformer_engine as with_te
 from labcode.comm.grid import Grid
-from labcode.teach.labs import l19_transformer_engine as with_te
 from labcode.topology import GridShape
 
 show_source(with_te.train_with_features)
@@ -1490,7 +1490,7 @@ ranks.close()
 # | curves | add `--debug.tensorboard` |
 # | your own features | add `--debug.feature_dir features` |
 # | record the first step | `python -m labcode.train gpt_tiny --debug.record_steps 1` |
-# | compare two runs | `python -m labcode.precision.bisect runs/a runs/b` |
+# | compare two runs | `python -m labcode.debug.bisect runs/a runs/b` |
 # | look for nan | `python -m labcode.train gpt_tiny --debug.probe` |
 # | on SLURM | `python -m labcode.slurm submit gpt_10m --site perlmutter --nodes 2 --train.dtype fp8 --debug.config look.yaml` |
 #

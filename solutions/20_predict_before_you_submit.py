@@ -33,10 +33,10 @@
 # 1). For section 3 also lesson 15 (section 3). What is taken from other lessons is named where it is used.
 
 # %%
-from labcode.lab import Ranks, check, compare, plot
+from course.exercises import l20
+from course.lab import Ranks, check, compare, plot
+from course.labs import l20_plan as lab
 from labcode.perf.cluster import load_cluster
-from labcode.teach.exercises import l20
-from labcode.teach.labs import l20_plan as lab
 
 ranks = Ranks(2)
 GIB = 2**30

@@ -34,11 +34,11 @@
 # 14 (section 2); for section 8 also lesson 17 (section 1).
 
 # %%
-from labcode.lab import check, compare, plot
+from course.lab import check, compare, plot
+from course.labs import l20_plan
+from course.labs import l21_capstone as lab
+from course.labs.l20_plan import Layout
 from labcode.slurm.run.submit import submit
-from labcode.teach.labs import l20_plan
-from labcode.teach.labs import l21_capstone as lab
-from labcode.teach.labs.l20_plan import Layout
 
 DAY_S = 24 * 3600
 GIB = 2**30
@@ -90,7 +90,7 @@ print(f"MFU {mfu:.0%}")
 # samples)` are the FLOPs of forward and backward, as you wrote them in lesson 20. 3 to 5 lines.
 
 # %% tags=["exercise"]
-from labcode.teach.labs.l20_plan import flops
+from course.labs.l20_plan import flops
 
 
 def days_and_mfu(brief, step_s):
@@ -577,7 +577,7 @@ submit(too_full, site, here=True)
 
 # %% tags=["nbval-check-output"]
 from labcode.perf.one_rank import rank_calls
-from labcode.train.dry_run import dry_run
+from labcode.run.dry_run import dry_run
 
 model = l20_plan.config(brief.shape)
 chosen = lab.fitting(brief)[0].layout
@@ -815,7 +815,7 @@ check("21.6", my_plan)
 # |---|---|
 # | every layout of a brief, here of Llama 3 70B | `python -m labcode.perf plan --model llama3-70b --cluster dgx-h100 --gpus 1024 --global-batch 1024` |
 # | on your own cluster | `python -m labcode.perf plan --model gpt2-124m --cluster my.toml --gpus 16 --global-batch 256` |
-# | one rank, dry | `python -m labcode.train.dry_run 1024 gpt_10m --parallel.tp 2 --parallel.pp 2 --train.global_batch 512` |
+# | one rank, dry | `python -m labcode.run.dry_run 1024 gpt_10m --parallel.tp 2 --parallel.pp 2 --train.global_batch 512` |
 # | the script | `python -m labcode.slurm render gpt_10m --site perlmutter --nodes 2 --ranks-per-node 4` |
 # | the miniature | `torchrun --nproc-per-node 4 -m labcode.train gpt_tiny --parallel.tp 2 --parallel.pp 2 --train.micro_batch 4` |
 #

@@ -37,9 +37,9 @@ import math
 
 import torch
 
-from labcode.lab import Ranks, check, compare, plot
+from course.lab import Ranks, check, compare, plot
+from course.labs import l22_four_bits as lab
 from labcode.precision import formats
-from labcode.teach.labs import l22_four_bits as lab
 
 ranks = Ranks(2)
 
@@ -627,7 +627,7 @@ check("22.6", products)
 farthest = "to nearest"
 
 # %%
-from labcode.teach.labs.l18_gpt import smooth
+from course.labs.l18_gpt import smooth
 
 losses = lab.all_trained(ranks)
 

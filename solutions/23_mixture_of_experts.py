@@ -33,9 +33,9 @@
 # %%
 import torch
 
-from labcode.lab import Ranks, check, compare, plot, show_source, yours
+from course.lab import Ranks, check, compare, plot, show_source, yours
+from course.labs import l23_experts as lab
 from labcode.models import gpt, moe
-from labcode.teach.labs import l23_experts as lab
 
 ranks = Ranks(2)
 
@@ -442,8 +442,8 @@ plot.lines(curves, x=factors, caption="23.dropped")
 fraction_of_rate = 64 / 323
 
 # %%
-from labcode.teach.labs.l03_step import recorded
-from labcode.train import roofline
+from course.labs.l03_step import recorded
+from labcode.measure import roofline
 
 device, gpu = recorded("roofline")
 peak = gpu["speed"]["bfloat16"]["flops_per_s"]

@@ -38,9 +38,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from course.lab import Ranks, check, compare, plot
 from labcode.comm.counting import counted
 from labcode.comm.grid import Grid
-from labcode.lab import Ranks, check, compare, plot
 from labcode.topology import GridShape
 
 ranks = Ranks(4)
@@ -229,8 +229,8 @@ rows_of_ranks = [0, 96, 0, 0]
 gradient_of_idle = "zeros"
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs import l24_by_hand as by_hand
-from labcode.teach.labs import l24_experts as lab
+from course.labs import l24_by_hand as by_hand
+from course.labs import l24_experts as lab
 
 ALL_FIRST = "all choose expert 3 first"
 matrix = torch.tensor(ranks.run(lab.rows_sent, ALL_FIRST, 1))  # from rank i to rank j
@@ -322,8 +322,8 @@ for load in lab.LOADS:
 # **edp**, the ranks of dp that keep the same experts. ep · edp = dp.
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs import l24_by_hand as by_hand
-from labcode.teach.labs import l24_experts as lab
+from course.labs import l24_by_hand as by_hand
+from course.labs import l24_experts as lab
 
 SHAPE = GridShape(dp=4, ep=2)
 for axis in ("dp", "ep", "edp"):
@@ -485,8 +485,8 @@ compare("ep = 2", bytes_ep_2, ranks.run(reduced_bytes, 2)[0], unit="B", within=1
 # computes a partial sum of each output. Where does the router belong? Here are both places.
 
 # %%
+from course.labs.l24_by_hand import route, sum_of_all
 from labcode.comm.collectives import all_gather, copy_to, reduce_scatter
-from labcode.teach.labs.l24_by_hand import route, sum_of_all
 
 
 def router_before(x, router, up, down, k, tp):
@@ -521,8 +521,8 @@ times_behind = 2
 x_is_right_in = "before"
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs import l24_by_hand as by_hand
-from labcode.teach.labs import l24_experts as lab
+from course.labs import l24_by_hand as by_hand
+from course.labs import l24_experts as lab
 
 truth = lab.alone(by_hand.layer_alone)
 before = ranks.run(lab.errors_on_tp, router_before, truth)[0]
@@ -551,7 +551,7 @@ print(f"behind, the gradient of x is off by {behind['x is off']:.2f} of its leng
 # ep" means that dim 0 is divided over the ranks of ep. The table asks it, for a GPT on four ranks.
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs import l24_experts as lab
+from course.labs import l24_experts as lab
 
 for name in lab.CONFIGURATIONS:
     print(name)
@@ -586,8 +586,8 @@ number_of_all_to_alls = 5
 bytes_that_leave = 4 * 24 * 2 * 16 * 8 * 3 / 4
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs import l24_by_hand as by_hand
-from labcode.teach.labs import l24_experts as lab
+from course.labs import l24_by_hand as by_hand
+from course.labs import l24_experts as lab
 
 
 def calls_of_a_step():
@@ -734,8 +734,8 @@ for tokens, num_bytes in zip(TRIED, rows_bytes):
 # | `"splits"` | backward sends with the splits of forward |
 
 # %% tags=["nbval-check-output"]
-from labcode.teach.labs import l24_by_hand as by_hand
-from labcode.teach.labs import l24_experts as lab
+from course.labs import l24_by_hand as by_hand
+from course.labs import l24_experts as lab
 
 for load in (lab.LOADS[0], lab.LOADS[2]):
     print(load)
@@ -794,8 +794,8 @@ missing = "experts"
 # %% tags=["nbval-check-output"]
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from labcode.teach.labs import l24_by_hand as by_hand
-from labcode.teach.labs import l24_experts as lab
+from course.labs import l24_by_hand as by_hand
+from course.labs import l24_experts as lab
 
 
 def torchs_exchange(rows, sent, received, group):

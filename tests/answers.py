@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from labcode.pool.ranks import Ranks
-from labcode.teach.exercises.solution import Solution, cell_that_defines
+from course.exercises.solution import Solution, cell_that_defines
+from course.pool.ranks import Ranks
 from tools import course_map
 
 MIN_RIGHT = 3
@@ -88,7 +88,7 @@ def of_the_check(exercise: str) -> dict[str, tuple[Any, str]]:
         exercise: "15.2".
     """
     lesson, _, _ = exercise.partition(".")
-    checks = importlib.import_module(f"labcode.teach.exercises.l{lesson:>02}")
+    checks = importlib.import_module(f"course.exercises.l{lesson:>02}")
     found = {}
     for mistake in checks.EXERCISES[exercise].mistakes:
         pieces = [literal for literal, *_ in string.Formatter().parse(mistake.hint)]

@@ -26,22 +26,22 @@ SUBJECTS = {
     "tests/slurm/*": [
         "labcode/slurm/*",
         "labcode/minislurm/*",
-        "labcode/launch*.py",
+        "labcode/runtime/launch*.py",
         "labcode/train/signals.py",
-        "labcode/train/run*.py",
+        "labcode/run/*.py",
     ],
-    "tests/slurm/test_slurm_lab.py": ["labcode/comm/bootstrap.py", "labcode/comm/meeting.py"],
+    "tests/slurm/test_slurm_lab.py": ["labcode/runtime/bootstrap.py", "labcode/runtime/meeting.py"],
     "tests/faults/*": [
-        "labcode/train/run*.py",
+        "labcode/run/*.py",
         "labcode/train/build.py",
         "labcode/train/loop.py",
         "labcode/train/checkpoint/*",
-        "labcode/comm/bootstrap.py",
-        "labcode/comm/meeting.py",
+        "labcode/runtime/bootstrap.py",
+        "labcode/runtime/meeting.py",
     ],
     "tests/ranks/test_restarts.py": [
-        "labcode/launch*.py",
-        "labcode/train/run*.py",
+        "labcode/runtime/launch*.py",
+        "labcode/run/*.py",
         "labcode/train/checkpoint/*",
     ],
     "tests/ranks/test_bad_steps.py": ["labcode/train/step.py", "labcode/train/guard.py"],
@@ -56,26 +56,26 @@ SUBJECTS = {
     "tests/ranks/test_compile.py": ["labcode/models/parallelize.py"],
     "tests/ranks/test_fp8.py": ["labcode/precision/*"],
     "tests/ranks/test_debug.py": ["labcode/precision/*"],
-    "tests/ranks/test_parts.py": ["labcode/train/step.py", "labcode/train/measure.py"],
+    "tests/ranks/test_parts.py": ["labcode/train/step.py", "labcode/measure/steps.py"],
     "tests/ranks/test_calibrate.py": [
-        "labcode/train/calibrate.py",
-        "labcode/train/device_speed.py",
+        "labcode/run/calibrate.py",
+        "labcode/measure/device_speed.py",
     ],
-    "tests/unit/test_slurm_local.py": ["labcode/slurm/run/*", "labcode/launch*.py"],
+    "tests/unit/test_slurm_local.py": ["labcode/slurm/run/*", "labcode/runtime/launch*.py"],
     "tests/unit/test_hub_config.py": [
         "labcode/perf/hub_config.py",
         "labcode/perf/transformer.py",
     ],
-    "tests/unit/test_loader.py": ["labcode/data/loader.py", "labcode/fork_server.py"],
-    "tests/ranks/test_dry_run.py": ["labcode/perf/*", "labcode/train/dry_run.py"],
+    "tests/unit/test_loader.py": ["labcode/data/loader.py", "course/pool/fork_server.py"],
+    "tests/ranks/test_dry_run.py": ["labcode/perf/*", "labcode/run/dry_run.py"],
     # the answers that need real processes; the others are tried in every run
     "tests/exercises/*": [
-        "labcode/teach/answer.py",
-        "labcode/teach/check.py",
-        "labcode/teach/exercises/contract.py",
-        "labcode/teach/exercises/expect.py",
-        "labcode/teach/exercises/simulated/*",
-        "labcode/teach/exercises/solution.py",
+        "course/answer.py",
+        "course/check.py",
+        "course/exercises/contract.py",
+        "course/exercises/expect.py",
+        "course/exercises/simulated/*",
+        "course/exercises/solution.py",
     ],
     "tests/notebooks/test_book_pages.py": ["book/*", "tools/book*.py", "solutions/*.ipynb"],
     "tests/notebooks/test_browser.py": ["tools/jupyter/*", "tools/build_notebooks.py"],
@@ -124,8 +124,8 @@ class Change:
         if path in self.paths and executed(notebook.read_text()) != executed(self._before(path)):
             return ITSELF
         own = [
-            f"labcode/teach/exercises/l{number}*",
-            f"labcode/teach/labs/l{number}*",
+            f"course/exercises/l{number}*",
+            f"course/labs/l{number}*",
             f"tests/exercises/{number}.py",
         ]
         return THROUGH if self._any([*own, *imported(number)]) else NOT
@@ -169,11 +169,7 @@ def imported(number: str) -> list[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             for name in [node.module, *names]:
                 found.add(name.replace(".", "/") + ".py")
-    return sorted(
-        path
-        for path in found
-        if path.startswith("labcode/") and "/teach/" not in path and (ROOT / path).exists()
-    )
+    return sorted(path for path in found if path.startswith("labcode/") and (ROOT / path).exists())
 
 
 def lesson_of(item: pytest.Item) -> str | None:

@@ -22,7 +22,7 @@ import psutil
 import pytest
 from faults import waiting
 
-from labcode import processes
+from labcode.runtime import processes
 
 # A shell that starts the tests in the background has them, and all that they start, ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)

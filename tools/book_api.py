@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tools import book_text
 
-LEFT_OUT = ("labcode/teach/exercises/",)
+LEFT_OUT = ("course/exercises/",)
 SECTIONS = {"Args": "param", "Attributes": "param", "Raises": "raises", "Returns": "returns"}
 SECTIONS["Yields"] = "yields"
 LABELS = re.compile(r"(?m)^(Source|Held by|Communicates|Shapes):\s")

@@ -27,7 +27,7 @@ NAVIGATION = re.compile(r"(?m)^[^\n]*\[Map of the course\][^\n]*(?:\n\n|\Z)")
 EXERCISE = re.compile(r"(?m)^### Exercise (\d+\.\d+)")
 SHOWN_SOURCE = re.compile(r"<div><small><code>([^<]*)</code></small></div>")
 SECTION_LINK = re.compile(r"\[([^\]]*)\]\((\w+\.ipynb#cell-id=[\w-]+)\)")
-CHECKS = "labcode/teach/exercises"
+CHECKS = "course/exercises"
 
 
 class Page(NamedTuple):

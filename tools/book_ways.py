@@ -1,6 +1,6 @@
 """Links to the sections of lessons in the book, and its page of the short ways through the course.
 
-The ways are those of `labcode.course`, from which `make pages` writes COURSE.md too.
+The ways are those of `course.catalog`, from which `make pages` writes COURSE.md too.
 
 Held by: tests/unit/test_book.py, tests/notebooks/test_book_pages.py
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from docutils.nodes import make_id
 
-from labcode import course as labcode_course
+from course import catalog
 from tools import book_text
 from tools.course_map import Lesson
 
@@ -19,7 +19,7 @@ from tools.course_map import Lesson
 _SECTIONS = re.compile(r"\b(\d\db?) §(\d+(?:(?:, and |, | and | to )\d+\b(?!b? §))*)")
 
 
-def address(lesson: Lesson, section: labcode_course.Section) -> str:
+def address(lesson: Lesson, section: catalog.Section) -> str:
     """Where the book has a section, from a page beside it."""
     return f"{lesson.stem}.html#{make_id(section.heading)}"
 
@@ -51,7 +51,7 @@ def linked(text: str, lessons: Sequence[Lesson]) -> str:
 def table(lessons: Sequence[Lesson]) -> str:
     """The ways with their goals and hours; each leads to its lessons on the page of the ways."""
     rows = ["| way | to be able to do | hours |", "|---|---|---:|"]
-    for name, way in labcode_course.WAYS.items():
+    for name, way in catalog.WAYS.items():
         hours = sum(stop.minutes for stop in _stops(way, lessons)) / 60
         rows.append(
             f'| <a href="ways.html#{name}"><code>{name}</code></a> | {way.goal} | {hours:.1f} |'
@@ -63,7 +63,7 @@ def page(text: str, lessons: Sequence[Lesson]) -> str:
     """The page of the ways: book/ways.md with the lessons of each way and links to the sections."""
     known = {lesson.number: lesson for lesson in lessons}
     lines = []
-    for name, way in labcode_course.WAYS.items():
+    for name, way in catalog.WAYS.items():
         found = _stops(way, lessons)
         hours = sum(stop.minutes for stop in found) / 60
         lines += [f"## {name}", "", f"{way.goal}. {hours:.1f} hours.", ""]
@@ -77,11 +77,11 @@ def page(text: str, lessons: Sequence[Lesson]) -> str:
     return text.replace("<!-- table -->", table(lessons)).replace("<!-- ways -->", "\n".join(lines))
 
 
-def _stops(way: labcode_course.Way, lessons: Sequence[Lesson]) -> list[labcode_course.Stop]:
-    return labcode_course.stops(way.taken, {lesson.number: lesson.sections for lesson in lessons})
+def _stops(way: catalog.Way, lessons: Sequence[Lesson]) -> list[catalog.Stop]:
+    return catalog.stops(way.taken, {lesson.number: lesson.sections for lesson in lessons})
 
 
-def _link(lesson: Lesson, section: labcode_course.Section) -> str:
+def _link(lesson: Lesson, section: catalog.Section) -> str:
     number = "" if section.number is None else f"{section.number}. "
     title = html.escape(f"{number}{section.title}").replace("`", "")
     return f'<a href="{address(lesson, section)}">{title}</a>'

@@ -22,7 +22,7 @@ from nbformat import NotebookNode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file as well as with -m
 
-from labcode import course
+from course import catalog
 from tools import by_hand, fingerprint
 from tools.decorate import Headline, headline
 from tools.lesson_source import LessonError, notebooks_of
@@ -112,7 +112,7 @@ def build(source: Path, *, force: bool = False, timeout_s: float = CELL_TIMEOUT_
     if old_student is None or state(old_student, student) != "edited":
         written |= _write(student_path, student)
     elif force:
-        aside = course.put_aside(student_path)
+        aside = catalog.put_aside(student_path)
         written |= _write(student_path, student)
         words.append(f"your edited notebook is now {aside.name}")
     else:
@@ -194,7 +194,7 @@ def orphans(root: Path) -> list[str]:
     problems = []
     for folder in ("notebooks", "solutions"):
         for path in sorted((root / folder).glob("[0-9][0-9]*_*.ipynb")):
-            if path.stem not in known and course.KEPT not in path.name:
+            if path.stem not in known and catalog.KEPT not in path.name:
                 problems.append(f"{folder}/{path.name} has no source solutions/{path.stem}.py")
     return problems
 

@@ -1,7 +1,7 @@
 """Solutions that later cells of a lesson show and use, as a module.
 
 A code cell with the tag `by-hand` goes, without its markers, into
-`labcode/teach/labs/lNN_by_hand.py`, with those imports of the cells above whose names it uses. So
+`course/labs/lNN_by_hand.py`, with those imports of the cells above whose names it uses. So
 what a lesson shows as labcode's version is the solution itself, which the tests hold to the check
 of its exercise.
 """
@@ -20,7 +20,7 @@ HEAD = '"""Solutions that cells of lesson {lesson} show and use; `make notebooks
 def target(source: Path) -> Path:
     """The module of a lesson's source, whether it has one or not."""
     number = source.stem.partition("_")[0]
-    return source.parents[1] / "labcode/teach/labs" / f"l{number}_by_hand.py"
+    return source.parents[1] / "course/labs" / f"l{number}_by_hand.py"
 
 
 def module_of(source: Path) -> str | None:
@@ -28,7 +28,7 @@ def module_of(source: Path) -> str | None:
     imports: dict[str, str] = {}
     parts = []
     used = set()
-    module = ".".join(target(source).with_suffix("").parts[-4:])
+    module = ".".join(target(source).with_suffix("").parts[-3:])
     itself = f"from {module} "  # cells further below import it
     for number, cell in enumerate(jupytext.read(source, fmt="py:percent").cells, 1):
         if cell.cell_type != "code":

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from labcode import course
+from course import catalog
 from tools import decorate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,8 +45,8 @@ class Lesson(NamedTuple):
     minutes: int
     needs: tuple[str, ...]
     part: str
-    sections: tuple[course.Section, ...] = ()
-    needed: tuple[course.Need, ...] = ()
+    sections: tuple[catalog.Section, ...] = ()
+    needed: tuple[catalog.Need, ...] = ()
 
     @property
     def notebook(self) -> str:
@@ -86,7 +86,7 @@ def lesson_of(stem: str, text: str) -> Lesson:
     if about.minutes is None:
         raise ValueError(f"{stem}: write how long it takes, as in '**Time**: 60 minutes.'")
     prose = re.sub(r"(?m)^# ?", "", text)
-    parts = course.sections(prose)
+    parts = catalog.sections(prose)
     core = {section.number for section in parts if not section.is_optional}
     needed = _needs(stem, prose)
     needs: list[str] = []
@@ -112,11 +112,11 @@ def part_of(number: str) -> str:
     return PARTS[first]
 
 
-def _needs(stem: str, prose: str) -> tuple[course.Need, ...]:
-    found = course.NEEDS.search(prose)
+def _needs(stem: str, prose: str) -> tuple[catalog.Need, ...]:
+    found = catalog.NEEDS.search(prose)
     if found is None:
         raise ValueError(f"{stem}: write what it needs, as in '**Needs**: lesson 01 (section 2).'")
-    return course.needs(found[1])
+    return catalog.needs(found[1])
 
 
 def depths(course: list[Lesson]) -> dict[str, int]:

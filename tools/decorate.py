@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from labcode import course
+from course import catalog
 
 MAP = "[Map of the course](../COURSE.md)"
 GLOSSARY = "[Glossary](../book/glossary.md)"
@@ -53,7 +53,7 @@ class Headline(NamedTuple):
     @property
     def number(self) -> str:
         """As in its name: "04", or "13b"."""
-        return course.number_of(self.stem)
+        return catalog.number_of(self.stem)
 
     @property
     def label(self) -> str:
@@ -112,7 +112,7 @@ def with_sections(text: str, lessons: Sequence[Headline]) -> str:
     stems = {lesson.number: lesson.stem for lesson in lessons}
 
     def address(lesson: str, section: str) -> str:
-        cell_id = course.Section(int(section), "", False, 0).cell_id
+        cell_id = catalog.Section(int(section), "", False, 0).cell_id
         return f"{stems[lesson]}.ipynb#cell-id={cell_id}"
 
     def link_phrase(found: re.Match) -> str:

@@ -5,7 +5,7 @@ SLURM's profiles and the pictures. Left out are solutions, tests (they hold righ
 answers), the instructor's pages, benchmarks and the tools of authors. The links to solutions go
 from the notebooks, and what git does not know is not copied. labcode stays whole: it holds the
 library's own version of what learners write, which the lessons show behind each exercise; the files
-`labcode/teach/labs/l*_by_hand.py` are closest to answers, and later cells of the lessons need them.
+`course/labs/l*_by_hand.py` are closest to answers, and later cells of the lessons need them.
 The checks run the solutions, which are there for them in a packed file that nobody reads by chance.
 
 python -m tools.handout [FOLDER]
@@ -25,7 +25,7 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from labcode.teach.exercises import solution
+from course.exercises import solution
 from tools import build_notebooks, course_map, fingerprint, lesson_source
 from tools.decorate import Headline
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "handout"
 NAME = "training-at-scale"
 # What learners get; a folder means all that git knows below it.
-KEPT = ("notebooks", "labcode", "slurm", "images", "tools/jupyter", ".gitignore")
+KEPT = ("notebooks", "labcode", "course", "slurm", "images", "tools/jupyter", ".gitignore")
 KEPT += ("book/glossary.md", "pyproject.toml", "constraints.txt", "environment.yml", "CITATION.cff")
 GUIDE = ("your_framework", "training", "clusters", "ddp", "failures")  # pages of book/guide
 SHOW_SOLUTIONS = ("images/lesson.gif",)  # with predictions

@@ -36,12 +36,12 @@ from matplotlib.patches import Patch
 from matplotlib.spines import Spine
 from matplotlib.text import Text
 
-from labcode.files import write_atomically
+from course.figures import plot
+from course.figures.style import STYLE, Picture
+from course.labs import l20_plan
 from labcode.perf.pipeline import StageTimes, simulate
+from labcode.runtime.files import write_atomically
 from labcode.schedules import schedule
-from labcode.teach.figures import plot
-from labcode.teach.figures.style import STYLE, Picture
-from labcode.teach.labs import l20_plan
 from labcode.topology import GridShape
 from tools import course_map, film, maps
 

@@ -24,7 +24,7 @@ import jupytext
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from labcode import course as labcode_course
+from course import catalog
 from tools import decorate, fingerprint
 from tools.decorate import Headline
 
@@ -87,7 +87,7 @@ def notebooks_of(
         key = f"{cell.cell_type}\n{cell.source}"
         seen[key] = seen.get(key, 0) + 1
         cell_id = hashlib.sha256(f"{key}\n{seen[key]}".encode()).hexdigest()[:12]
-        for section in labcode_course.sections(cell.source.partition("\n")[0]):
+        for section in catalog.sections(cell.source.partition("\n")[0]):
             if section.number is not None:
                 cell_id = section.cell_id
         for_students = _blanked(cell, where)

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.path import Path
 
-from labcode.teach.figures.style import (
+from course.figures.style import (
     INK,
     PALE,
     PALETTE,
@@ -187,14 +187,14 @@ def bends_of(
 
 @figure
 def library() -> Picture:
-    """The floors of labcode from the ground up, a box for each room."""
+    """The floors of labcode and the course from the ground up, a box for each room."""
     floors: dict[int, list[str]] = {}
     for room, floor in rooms.FLOORS.items():
         floors.setdefault(floor, []).append(room)
     about = _contents()
     alt = (
-        f"{len(rooms.FLOORS)} rooms on {len(floors)} floors, from the ground to teach; each room "
-        "imports only its own floor and the ones below; four rooms need no torch"
+        f"{len(rooms.FLOORS)} rooms on {len(floors)} floors, from the ground to the course; each "
+        "room imports only its own floor and the ones below; five rooms need no torch"
     )
     height = len(floors) * FLOOR_HEIGHT
     picture = canvas(9.2, height * 0.72, alt=alt)
@@ -231,7 +231,10 @@ def _draw_room(
 def _contents() -> dict[str, str]:
     """What each room holds, from the map at the top of the library."""
     text = (ROOT / "labcode" / "__init__.py").read_text(encoding="utf-8")
-    found = {"ground": "numbers, files, the grid as arithmetic, schedules, settings, launching"}
+    found = {
+        "ground": "the grid as arithmetic, schedules as data, settings, named runs",
+        "course": "checks, figures and labs, and the ranks behind a notebook",
+    }
     for room, about in re.findall(r"(?m)^        (\w+)/ +(.+)$", text):
         found[room] = re.split(r"[;(]|, `|: (?=`|\w+/)| -> |\. ", about)[0].strip()
     return found

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from labcode.files import write_atomically
+from labcode.runtime.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / "build" / "matrix"

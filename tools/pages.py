@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import jupytext
 
-from labcode import course as labcode_course
-from labcode.files import write_atomically
+from course import catalog
 from labcode.perf import cluster
-from labcode.units import GIB
+from labcode.runtime.files import write_atomically
+from labcode.runtime.units import GIB
 from tools import course_map
 from tools.course_map import Lesson
 
@@ -58,7 +58,7 @@ class Schedule(NamedTuple):
         aim: What the learners can do afterwards, and for whom it is.
         unit: What a row of the table is, such as "week".
         minutes: That a unit has for lessons, without breaks.
-        units: The lessons of each unit, and their sections, as in `labcode.course.WAYS`.
+        units: The lessons of each unit, and their sections, as in `course.catalog.WAYS`.
         skip: What to leave out where time runs short.
     """
 
@@ -145,7 +145,7 @@ def shown(schedule: Schedule, lessons: Sequence[Lesson]) -> str:
     for place, unit in enumerate(schedule.units, 1):
         names = []
         minutes = 0
-        for stop in labcode_course.stops(unit, sections):
+        for stop in catalog.stops(unit, sections):
             lesson = known[stop.number]
             which = str(stop).removeprefix(stop.number)
             names.append(f"[{lesson.number} {lesson.title}]({lesson.solution}){which}")
@@ -196,15 +196,15 @@ def with_ways(page: str, lessons: Sequence[Lesson]) -> str:
     known = {lesson.number: lesson.sections for lesson in lessons}
     rows = ["| way | to be able to do | lessons, and § their sections | hours |"]
     rows.append("|---|---|---|---:|")
-    for name, way in labcode_course.WAYS.items():
-        found = labcode_course.stops(way.taken, known)
+    for name, way in catalog.WAYS.items():
+        found = catalog.stops(way.taken, known)
         hours = sum(stop.minutes for stop in found) / 60
         links = [_linked(stop, notebooks[stop.number]) for stop in found]
         rows.append(f"| `{name}` | {way.goal} | {' · '.join(links)} | {hours:.1f} |")
     return between(page, WAYS_BEGIN, "\n".join(rows), WAYS_END)
 
 
-def _linked(stop: labcode_course.Stop, notebook: str) -> str:
+def _linked(stop: catalog.Stop, notebook: str) -> str:
     """A lesson on a way, as links to its sections."""
     if not stop.sections:
         return f"[{stop.number}]({notebook})"

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from labcode.train import metrics, reference_runs
+from labcode.measure import metrics
+from labcode.run import reference_runs
 
 RECIPES = ("gpt_tiny", "vit_tiny")
 BOARD = "events.out.tfevents.reference"

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from labcode.files import write_atomically
+from labcode.runtime.files import write_atomically
 from tests.faults.chaos import account
 
 ROOT = Path(__file__).resolve().parents[1]

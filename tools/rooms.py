@@ -1,48 +1,44 @@
-"""The rooms of labcode and the floor of each: read by the law that holds them and by their picture.
+"""The rooms and the floor of each: read by the law that holds them and by their picture.
 
 Held by: tests/unit/test_architecture.py
 """
 
 # A room may import its own floor and lower ones. data/ stands on the ground, beside the floors;
-# teach/ may see everything.
+# course/ may see everything.
 FLOORS = {
     "ground": 0,
+    "runtime": 0,
     "minislurm": 0,
     "perf": 1,
     "slurm": 1,
     "data": 1,
     "comm": 2,
-    "pool": 3,
     "parallel": 3,
     "precision": 3,
     "doctor": 3,
     "models": 4,
+    "measure": 4,
+    "debug": 4,
     "train": 5,
-    "teach": 6,
+    "run": 6,
+    "course": 7,
 }
-# Modules and folders of labcode that make up the room "ground".
-GROUND = {
-    "labcode",
-    "__main__",
-    "arguments",
-    "command",
-    "combinations",
-    "config",
-    "course",
-    "fields",
-    "file_kinds",
-    "files",
-    "fork_server",
-    "hardware",
-    "launch",
-    "launch_rank",
-    "processes",
-    "recipes",
-    "schedules",
-    "suggest",
-    "topology",
-    "units",
-    "waits",
+# Modules and folders of labcode that make up the room "ground": what users name in their scripts.
+GROUND = {"labcode", "config", "recipes", "schedules", "topology"}
+# Programs whose name is not that of the room that they belong to, since users type it.
+DOORS = {
+    "labcode.__main__": "course",
+    "labcode.lab": "course",
+    "labcode.train.__main__": "run",
 }
-DOORS = {"lab": "teach"}  # a module through which lessons come, and the room it belongs to
-NO_TORCH = ("ground", "minislurm", "perf", "slurm")
+NO_TORCH = ("ground", "runtime", "minislurm", "perf", "slurm")
+# In these rooms, but made of torch: what measures, and how ranks find each other and agree.
+WITH_TORCH = (
+    "labcode.perf.saved_bytes",
+    "labcode.runtime.agreement",
+    "labcode.runtime.bootstrap",
+    "labcode.runtime.errors",
+    "labcode.runtime.meeting",
+)
+# In this order one reads the library; the other rooms run it, or are tools beside it.
+TO_READ = ("ground", "comm", "parallel", "models", "precision", "train")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from labcode.comm import bootstrap
+from labcode.runtime import bootstrap
 from labcode.topology import AXES, EXPERT_AXES, GridShape
 
 # What a group is for, kept in its `group_desc`. A grid reuses a group only if purpose and ranks are

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from labcode.arguments import Parser
-from labcode.fields import shown
-from labcode.units import si
+from labcode.runtime.arguments import Parser
+from labcode.runtime.fields import shown
+from labcode.runtime.units import si
 
 VARIABLES = ("t2m", "u10", "v10", "msl")
 FIRST_TIME = "2000-01-01"

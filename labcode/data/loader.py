@@ -34,11 +34,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from labcode import processes
 from labcode.config import LoaderConfig
 from labcode.data.copy_ahead import CopyAhead
 from labcode.data.errors import DataError
 from labcode.data.sampler import Batches
+from labcode.runtime import processes
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs, targets
 

@@ -42,9 +42,9 @@ from labcode.data.tokenizer import (
     pieces,
     tokenizer_from_json,
 )
-from labcode.file_kinds import LOOK_BYTES, Kind, kind_of, kind_of_bytes
-from labcode.files import write_atomically
-from labcode.units import si
+from labcode.runtime.file_kinds import LOOK_BYTES, Kind, kind_of, kind_of_bytes
+from labcode.runtime.files import write_atomically
+from labcode.runtime.units import si
 
 SHAKESPEARE = Path(__file__).parents[1] / "assets" / "shakespeare.txt.gz"
 CACHE = "~/.cache/labcode"

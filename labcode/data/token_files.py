@@ -21,8 +21,8 @@ import numpy as np
 from labcode.config import TextData
 from labcode.data.paths import user_path
 from labcode.data.tokenizer import BPETokenizer, TokenNumbers
-from labcode.file_kinds import Kind
-from labcode.units import si
+from labcode.runtime.file_kinds import Kind
+from labcode.runtime.units import si
 
 HEADER_BYTES = 1024
 # {what a file is: (dtype of a token, bytes before the first)}

@@ -19,8 +19,8 @@ import torch
 
 from labcode.data import calendars
 from labcode.data.paths import check_is_file, user_path
-from labcode.fields import shown
-from labcode.file_kinds import Kind, kind_of
+from labcode.runtime.fields import shown
+from labcode.runtime.file_kinds import Kind, kind_of
 
 Numbers: TypeAlias = Sequence[int] | np.ndarray  # of times
 

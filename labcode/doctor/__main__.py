@@ -20,11 +20,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from labcode import suggest
-from labcode.arguments import Parser, check_no_command
 from labcode.doctor import logs, machine, variables
 from labcode.doctor.checked import RIGHT, WARNING, WRONG, Checked, wrong
-from labcode.hardware import gpus_of_driver, usable_cores
+from labcode.runtime import suggest
+from labcode.runtime.arguments import Parser, check_no_command
+from labcode.runtime.hardware import gpus_of_driver, usable_cores
 
 PROGRAM = "python -m labcode.doctor"
 COMMANDS = ("hang", *logs.HELP)
@@ -77,7 +77,7 @@ def _no_command(word: str) -> str:
     if word == "watch":
         return (
             "watch is for a loop of your own, `with doctor.watch(model, optimizer):`; a run is "
-            "followed by python -m labcode.train.watch"
+            "followed by python -m labcode.run.watch"
         )
     if os.path.isdir(path):  # pathlib raises where a name is too long
         return f"{word} is a folder: {PROGRAM} hang {word} asks its ranks where they are"

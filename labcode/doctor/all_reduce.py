@@ -13,7 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from labcode.comm import bootstrap
+from labcode.runtime import bootstrap
 
 NUM_VALUES = 2**18  # float32: 1 MiB
 TIMEOUT_S = 60.0

@@ -27,13 +27,13 @@ from pathlib import Path
 
 import psutil
 
-from labcode import processes
 from labcode.doctor import hang_options
 from labcode.doctor.answers import FOLDER, QUESTION, Answer, Thread
 from labcode.doctor.find_run import processes_of
-from labcode.files import is_held, write_atomically
-from labcode.units import plural, ranks_text
-from labcode.waits import describe
+from labcode.runtime import processes
+from labcode.runtime.files import is_held, write_atomically
+from labcode.runtime.units import plural, ranks_text
+from labcode.runtime.waits import describe
 
 PY_SPY_S = 20.0
 MOVES_ON = "moves on"

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass, field
 
-from labcode.units import ranks_text
+from labcode.runtime.units import ranks_text
 
 
 @dataclass(frozen=True)

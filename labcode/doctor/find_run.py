@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from labcode.comm.place import Place
-from labcode.files import LOCK_NAME, is_held
+from labcode.runtime.files import LOCK_NAME, is_held
+from labcode.runtime.place import Place
 from labcode.slurm.run.client import Client, SlurmError
 
 RUNS = "runs"
@@ -66,7 +66,7 @@ def runs_of_process(pid: int) -> Iterator[Path]:
     Args:
         pid: Its number on this machine.
     """
-    from labcode.comm.bootstrap import place_of_process  # which needs torch: mistakes come first
+    from labcode.runtime.bootstrap import place_of_process  # which needs torch: mistakes come first
 
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
@@ -106,7 +106,7 @@ def processes_of(run: Path, known: Iterable[int]) -> dict[int, psutil.Process]:
         run: Folder of the run, whose holder is one of them.
         known: Numbers of others on this machine.
     """
-    from labcode.comm.bootstrap import place_of_process
+    from labcode.runtime.bootstrap import place_of_process
 
     holder = _holder(run)
     pids = [*known, *([holder] if holder else [])]

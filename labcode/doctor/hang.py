@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from labcode.doctor.standing import own_standing, position_of_main_thread
-from labcode.waits import Standing, describe
+from labcode.runtime.waits import Standing, describe
 
 QUIET_S = 60.0  # after so long without progress the ranks tell where they stand
 LOOKS = 6  # in that time

@@ -7,8 +7,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from labcode.arguments import Parser
 from labcode.doctor.find_run import find_run
+from labcode.runtime.arguments import Parser
 
 APART_S = 5.0
 PATIENCE_S = 10.0  # a rank looks each second; a network disk may show it later

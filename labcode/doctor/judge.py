@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from labcode.doctor import judge_gradient
 from labcode.doctor.facts import Facts, Finding
-from labcode.units import ranks_text
+from labcode.runtime.units import ranks_text
 
 SLOW_FACTOR = 2.0
 SLOW_STEPS = 6  # fewer say nothing on a busy machine

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from labcode.doctor.facts import Facts, Finding
-from labcode.units import ranks_text
+from labcode.runtime.units import ranks_text
 
 UNEVEN = 1.05  # ratio of the weights of two samples in one step
 CLOSE = 0.02  # relative, of factors that are measured; bfloat16 has 8 bits

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from labcode.arguments import Parser
 from labcode.doctor import nccl_log, nccl_story
-from labcode.files import print_out
+from labcode.runtime.arguments import Parser
+from labcode.runtime.files import print_out
+from labcode.runtime.suggest import did_you_mean, meant
 from labcode.slurm.log import story, tell
-from labcode.suggest import did_you_mean, meant
 
 HELP = {
     "job": "what failed first in a job, and what only followed, from what it printed",

@@ -14,8 +14,8 @@ import socket
 import tempfile
 from pathlib import Path
 
-from labcode import units
 from labcode.doctor.checked import Checked, right, warning, wrong
+from labcode.runtime import units
 from labcode.slurm.run.client import Client, SlurmError
 
 # Where the ranks of several nodes meet unless torchrun is told another port. On one node it takes a

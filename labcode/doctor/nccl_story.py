@@ -12,8 +12,8 @@ Held by: tests/unit/test_nccl_story.py
 from collections.abc import Iterable, Mapping
 
 from labcode.doctor.nccl_graph import Communicator, NcclLog
+from labcode.runtime.units import listed, plural, ranks_text
 from labcode.slurm.variables import Where, judge
-from labcode.units import listed, plural, ranks_text
 
 IN = "    "
 WAYS = {

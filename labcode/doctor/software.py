@@ -17,8 +17,8 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from labcode import hardware, launch, units
 from labcode.doctor.checked import Checked, right, warning, wrong
+from labcode.runtime import hardware, launch, units
 
 PROJECT = "labcode"
 CHECKOUT = Path(__file__).resolve().parents[2]

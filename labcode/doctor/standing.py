@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labcode.waits import Call, Standing
+from labcode.runtime.waits import Call, Standing
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = (Path(torch.__file__).parent, Path(sysconfig.get_paths()["stdlib"]))

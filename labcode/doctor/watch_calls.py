@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from labcode.doctor.facts import Facts, FindingError
-from labcode.units import plural, ranks_text
+from labcode.runtime.units import plural, ranks_text
 
 WATCHED = ("all_reduce", "broadcast", "reduce", "barrier", "all_gather", "all_gather_into_tensor")
 WATCHED += ("reduce_scatter_tensor", "all_to_all_single", "gather", "scatter")

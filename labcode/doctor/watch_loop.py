@@ -34,7 +34,6 @@ from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
-from labcode.comm.bootstrap import describe
 from labcode.doctor.facts import Facts, Finding, FindingError
 from labcode.doctor.judge import judge
 from labcode.doctor.watch_calls import BACKWARD, EVALUATION, FORWARD, WATCHED, CallCheck, Story
@@ -44,6 +43,7 @@ from labcode.doctor.watch_errors import meaning_of
 from labcode.doctor.watch_gradient import Gradient, foreign_and_forgotten
 from labcode.doctor.watch_loss import Weight, calling_place, key_of, watch_loss
 from labcode.doctor.watch_samples import Pass, Passes
+from labcode.runtime.bootstrap import describe
 
 NOTED_STEPS = 200  # so that a long run needs no more memory
 HASHED_PASSES = 32  # forward passes whose inputs are compared: on a GPU each is waited for

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from labcode.comm.agreement import on_every_rank
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, ParallelConfig, ViTConfig
 from labcode.models.gpt import GPT
@@ -39,6 +38,7 @@ from labcode.parallel.zero import FullyShardedModule, ShardedDataParallel
 from labcode.parallel.zero.fsdp import TorchFullyShardedModule
 from labcode.parallel.zero.parameters import Materialize
 from labcode.precision.fp8 import Fp8
+from labcode.runtime.agreement import on_every_rank
 
 MakePlan = Callable[[Any, Grid, ParallelConfig], ModelPlan]
 

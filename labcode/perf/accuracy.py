@@ -15,7 +15,7 @@ from labcode.perf.estimate import fit_scale, step_parts
 from labcode.perf.flops import transformer_flops_per_sample
 from labcode.perf.layout_memory import layout_memory
 from labcode.perf.published import PublishedRun
-from labcode.units import GIB
+from labcode.runtime.units import GIB
 
 Predictor = Callable[[PublishedRun], float]
 RULE_OF_THUMB = 0.45

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from labcode.suggest import run_near
+from labcode.runtime.suggest import run_near
 
 SUFFIXES = (".pt.trace.json", ".pt.trace.json.gz")  # as TensorBoard's profiler tab looks for them
 FOLDER = "profile"  # of a run

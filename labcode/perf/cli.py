@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from labcode.arguments import Parser, count, factor, new_file
-from labcode.files import print_out
 from labcode.perf.cluster import cluster_names, gpu_names, load_cluster
 from labcode.perf.estimate import estimate
 from labcode.perf.find_model import (
@@ -40,15 +38,17 @@ from labcode.perf.settings import CHECKPOINTING, STATES, Settings
 from labcode.perf.tables import best_of_each_grid, columns, estimate_text, layout_row, plan_text
 from labcode.perf.transformer import Transformer, model_names
 from labcode.recipes import RECIPES
+from labcode.runtime.arguments import Parser, count, factor, new_file
+from labcode.runtime.files import print_out
+from labcode.runtime.units import seconds
 from labcode.topology import GridShape
-from labcode.units import seconds
 
 PROGRAM = "python -m labcode.perf"
 OF_MIXTURES = (
     "a router that spreads tokens evenly is taken for granted, and the interval is that of dense "
     "models: no published run of a mixture has been compared"
 )
-CALIBRATES = "labcode.train.calibrate"  # measures, so it needs torch: a program of its own
+CALIBRATES = "labcode.run.calibrate"  # measures, so it needs torch: a program of its own
 
 
 def main(words: Sequence[str]) -> int:
@@ -326,7 +326,7 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _calibrate(options: argparse.Namespace) -> None:
-    from labcode import launch
+    from labcode.runtime import launch
 
     try:
         launch.run(CALIBRATES, str(options.out.resolve()), nproc=options.ranks)

@@ -27,12 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from labcode import hardware
 from labcode.perf import alpha_beta
 from labcode.perf.alpha_beta import Link
 from labcode.perf.transformer import HARDWARE_DATA
-from labcode.suggest import unknown
-from labcode.units import GIB
+from labcode.runtime import hardware
+from labcode.runtime.suggest import unknown
+from labcode.runtime.units import GIB
 
 GPUS = HARDWARE_DATA / "gpus.toml"
 CLUSTERS = HARDWARE_DATA / "clusters.toml"

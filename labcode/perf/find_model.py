@@ -22,7 +22,7 @@ from labcode.perf.hub_config import FAMILIES, NamedModel
 from labcode.perf.nearest import nearest, unknown_model
 from labcode.perf.transformer import Transformer, load_model, model_names, published_sizes
 from labcode.recipes import RECIPES
-from labcode.suggest import unknown
+from labcode.runtime.suggest import unknown
 
 # {option: (its name in a config.json, what it is)}
 NUMBERS = {

@@ -23,9 +23,9 @@ from labcode.perf.layout_memory import layout_memory
 from labcode.perf.plan import grids, kinds_of_checkpointing, stages_of_zero
 from labcode.perf.settings import CHECKPOINTING, STATES, Settings
 from labcode.perf.transformer import Transformer
-from labcode.suggest import unknown
+from labcode.runtime.suggest import unknown
+from labcode.runtime.units import GIB, binary_bytes, si
 from labcode.topology import GridShape
-from labcode.units import GIB, binary_bytes, si
 
 MOST_MICRO_BATCH = 1024
 RANK = 16  # of the adapters that are proposed

@@ -23,9 +23,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from labcode.fields import shown
-from labcode.file_kinds import kind_of
 from labcode.perf.transformer import Transformer
+from labcode.runtime.fields import shown
+from labcode.runtime.file_kinds import kind_of
 
 CONFIG = "config.json"
 USUAL_TOKENS = 4096  # of a sequence, where the file allows more and nobody says how many

@@ -1,7 +1,7 @@
 """Memory over one recorded step, by what it is for: forward rises, backward falls. No torch.
 
 The trace of a run with `--profile.memory` has each allocation, and marks that say what it is for
-(`train.memory_marks`). Bytes without a mark are temporary: what an operation needs while it runs,
+(`measure.memory_marks`). Bytes without a mark are temporary: what an operation needs while it runs,
 gradients of activations, messages.
 
 What was allocated before the recording has no events. Of it weights, gradients and optimizer state

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from labcode.suggest import closest, unknown
+from labcode.runtime.suggest import closest, unknown
 
 # "7b", "1.5B", "124m", "8x7b": a number of weights at the end of a word
 SIZE_IN_NAME = re.compile(r"(?<![a-z0-9.])(?:(\d+)x)?(\d+(?:\.\d+)?)([mbt])(?![a-z0-9])")

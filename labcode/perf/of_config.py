@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from labcode.combinations import Resolved
 from labcode.config import Config, GPTConfig, TextData, ViTConfig, WeatherData
 from labcode.perf.cluster import Gpu
 from labcode.perf.settings import Settings
 from labcode.perf.training_memory import WIDTHS
 from labcode.perf.transformer import Transformer
+from labcode.runtime.combinations import Resolved
 from labcode.topology import GridShape
 
 # The data that ships with the course, which a config leaves to be looked up.

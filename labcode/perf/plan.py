@@ -31,8 +31,8 @@ from labcode.perf.layout_memory import layout_memory
 from labcode.perf.settings import Settings
 from labcode.perf.transformer import Transformer
 from labcode.perf.two_level import group_link, places
+from labcode.runtime.units import GIB
 from labcode.topology import GridShape
-from labcode.units import GIB
 
 # the usual one first: of orders that cost the same it is the one that is shown
 ORDERS = tuple("-".join(order) for order in itertools.permutations(("tp", "cp", "dp", "pp")))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from labcode.perf.plan import Layout
-from labcode.units import GIB
+from labcode.runtime.units import GIB
 
 NAMED = 6  # of the layouts that no other beats in both
 

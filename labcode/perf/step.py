@@ -3,7 +3,7 @@
 On a cluster: the plainest model there is. m micro-batches go through pp equal stages; each stage
 computes, takes part in all-reduces and sends; nothing overlaps but, where it is asked for, the
 messages of data parallelism. Nothing is run here:
-`teach.labs.emulate` runs such a step and measures it.
+`course.labs.emulate` runs such a step and measures it.
 
 On one device (`device_step`): three numbers of the device. Matrix products take their FLOPs at the
 rate that such products reach, all else the bytes that it reads and writes at the memory's
@@ -189,7 +189,7 @@ def _slowness(link: Link) -> float:
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """What one device can do; `train.device_speed.device_speed` measures it.
+    """What one device can do; `measure.device_speed.device_speed` measures it.
 
     Args:
         flops_per_s: In matrix products.

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from labcode.perf.estimate import Estimate
 from labcode.perf.plan import Layout, Plan, Refusal
+from labcode.runtime.units import GIB, plural, seconds
 from labcode.topology import GridShape
-from labcode.units import GIB, plural, seconds
 
 BAR = 24  # characters of the longest bar
 

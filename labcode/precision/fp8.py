@@ -47,7 +47,7 @@ from labcode.precision.formats import (
     cast_blocks,
     scale_for,
 )
-from labcode.suggest import unknown
+from labcode.runtime.suggest import unknown
 
 FP8_CAPABILITY = (8, 9)  # of the first GPUs that multiply in FP8: Ada and Hopper
 TILE = 16  # what K and N of a product in FP8 must be multiples of on a GPU

@@ -1,7 +1,7 @@
 """The command line of jobs: a command, a recipe, where and how large, and fields of the recipe.
 
 Options of the job have no dot in their names, fields of the recipe have one. Both are read by
-`labcode.command`, as for `python -m labcode.train`.
+`labcode.runtime.command`, as for `python -m labcode.train`.
 """
 
 import os
@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from labcode.arguments import UsageError, check_no_command
-from labcode.command import HELP, field_table, read_changes
-from labcode.files import print_out, write_atomically
 from labcode.recipes import RECIPES
+from labcode.runtime.arguments import UsageError, check_no_command
+from labcode.runtime.command import HELP, field_table, read_changes
+from labcode.runtime.files import print_out, write_atomically
+from labcode.runtime.suggest import unknown
+from labcode.runtime.units import plural
 from labcode.slurm.lint.linter import lint, shellcheck
 from labcode.slurm.lint.rules import RULES
 from labcode.slurm.run import local
@@ -25,8 +27,6 @@ from labcode.slurm.run.submit import submit
 from labcode.slurm.script.job import TRAIN, Job
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import Site, load
-from labcode.suggest import unknown
-from labcode.units import plural
 
 PROGRAM = "python -m labcode.slurm"
 _USAGE = """\

@@ -5,7 +5,7 @@ Held by: tests/unit/test_slurm_render.py::test_the_committed_examples_are_up_to_
 
 from pathlib import Path
 
-from labcode.files import write_atomically
+from labcode.runtime.files import write_atomically
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import load

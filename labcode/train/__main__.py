@@ -7,12 +7,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from labcode import combinations
-from labcode.arguments import UsageError
-from labcode.command import parse
 from labcode.config import Config
-from labcode.processes import Ending
-from labcode.train.ctrl_c import INTERRUPTED, CtrlC
+from labcode.runtime import combinations
+from labcode.runtime.arguments import UsageError
+from labcode.runtime.command import parse
+from labcode.runtime.ctrl_c import INTERRUPTED, CtrlC
+from labcode.runtime.processes import Ending
 from labcode.train.signals import StopSignals
 
 REFUSED = 2  # the exit code after a user's error
@@ -49,7 +49,7 @@ def _main(args: Sequence[str], ctrl_c: CtrlC, started_by: int) -> int:
         if is_alone:  # a mistake need not wait for torch
             print(f"error: {error}", file=sys.stderr)
             return REFUSED
-        from labcode.train.failure import refuse_command
+        from labcode.run.failure import refuse_command
 
         return refuse_command(error)
     signals = StopSignals()
@@ -57,7 +57,7 @@ def _main(args: Sequence[str], ctrl_c: CtrlC, started_by: int) -> int:
         signals.listen_where_ignored()
     try:
         # imports torch, which takes seconds: `--help` need not wait for it
-        from labcode.train.run import run
+        from labcode.run.run import run
     except BaseException:
         if not ctrl_c.heard:
             raise

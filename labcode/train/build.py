@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from labcode.combinations import Resolved
-from labcode.comm.agreement import on_every_rank
-from labcode.comm.bootstrap import World
 from labcode.comm.grid import Grid
 from labcode.config import Config, OptimConfig, TrainConfig
 from labcode.data.loader import Loader
 from labcode.data.sampler import Batches
+from labcode.debug.in_run import Debugging
+from labcode.measure.device_speed import matmul_flops_per_s
+from labcode.measure.ranges import StepRanges
 from labcode.models.layers import freeze
 from labcode.models.lora import add_adapters
 from labcode.models.parallelize import parallelize
@@ -20,18 +20,18 @@ from labcode.parallel.local import OuterOptimizer
 from labcode.parallel.model import ParallelModel
 from labcode.parallel.torch_data import PowerSGD
 from labcode.precision.fp8 import Fp8, make_recipe
+from labcode.runtime.agreement import on_every_rank
+from labcode.runtime.bootstrap import World
+from labcode.runtime.combinations import Resolved
 from labcode.train.checkpoint.hub_files import open_start
 from labcode.train.checkpoint.state import RunState
 from labcode.train.checkpoint.store import Checkpoints
 from labcode.train.cuda_graph import leave_default_stream
-from labcode.train.debugging import Debugging
-from labcode.train.device_speed import matmul_flops_per_s
 from labcode.train.guard import Guard
 from labcode.train.loss_scale import LossScaler
 from labcode.train.noise_scale import NoiseScale
 from labcode.train.optim import make_optimizer
 from labcode.train.precision import Precision, pick_precision, set_matmul_precision
-from labcode.train.ranges import StepRanges
 from labcode.train.tasks import Task
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from labcode.comm.agreement import SharedError
 from labcode.parallel.model import ParallelModel
+from labcode.runtime.agreement import SharedError
 
 CURE = "lower optim.lr, or look at the data"
 

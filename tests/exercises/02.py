@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from answers import Answers, changed
 
+from course.exercises import l02
+from course.labs import l02_by_hand
+from labcode.measure.ranges import StepRanges
 from labcode.models import vit
-from labcode.teach.exercises import l02
-from labcode.teach.labs import l02_by_hand
-from labcode.train.ranges import StepRanges
 
 # ---- 2.1 a profiler from timers
 

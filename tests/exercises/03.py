@@ -6,8 +6,8 @@ import torch
 from answers import Answers, changed
 from torch.optim.adamw import adamw as adamw_of_torch
 
-from labcode.teach.labs import l03_race
-from labcode.teach.labs.l03_race import Settings
+from course.labs import l03_race
+from course.labs.l03_race import Settings
 
 # ---- 3.1 the roofline
 

@@ -5,8 +5,8 @@ import torch.distributed as dist
 from answers import Answers, changed
 from torch.nn.parallel import DistributedDataParallel
 
+from course.labs import l04_by_hand
 from labcode.models import gpt
-from labcode.teach.labs import l04_by_hand
 
 # ---- 4.1 average the gradients
 
@@ -689,7 +689,7 @@ PLAIN = Answers(
     },
     wrong={
         "imports labcode": (
-            changed("import os\n => import os\nfrom labcode.units import GIB\n"),
+            changed("import os\n => import os\nfrom labcode.runtime.units import GIB\n"),
             "the script imports labcode",
         ),
         "a name of another cell": (

@@ -9,9 +9,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from answers import Answers, changed
 
+from course.labs import l05_by_hand
 from labcode.models import gpt
 from labcode.parallel.data import Bucket
-from labcode.teach.labs import l05_by_hand
 
 # ---- 5.1 one all-reduce for each bucket
 

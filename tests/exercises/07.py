@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from answers import Answers, changed
 
-from labcode.pool.ranks import Ranks
-from labcode.teach.labs import l07_clinic
+from course.labs import l07_clinic
+from course.pool.ranks import Ranks
 
 # ---- 7.1 who is different
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from answers import Answers, changed
 
-from labcode.teach.labs import l08_by_hand
+from course.labs import l08_by_hand
 from labcode.topology import GridShape
 
 # ---- 8.1 coordinates

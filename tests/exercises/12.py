@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from answers import Answers, changed
 
+from course.exercises import l12
 from labcode.parallel.pipeline import Pipeline
 from labcode.perf.pipeline import StageTimes, simulate
 from labcode.schedules import Action, make_plan, schedule
-from labcode.teach.exercises import l12
 
 # ---- 12.1 GPipe as data
 

@@ -6,9 +6,9 @@ from answers import Answers, changed, solution_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from course.labs import l13_layouts
+from course.labs.l13_layouts import Layout
 from labcode.parallel.zero.cut import piece_of, rows_of
-from labcode.teach.labs import l13_layouts
-from labcode.teach.labs.l13_layouts import Layout
 
 # ---- 13.1 my rows
 

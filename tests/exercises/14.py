@@ -6,7 +6,7 @@ lesson's solutions to a real one.
 
 from answers import Answers, changed
 
-from labcode.teach.labs.l14_cluster import Lab
+from course.labs.l14_cluster import Lab
 
 # ---- 14.1 ranks by node
 

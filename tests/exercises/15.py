@@ -5,10 +5,10 @@ from pathlib import Path
 
 from answers import Answers, changed, of_the_check
 
+from course.labs import l15_hybrid
 from labcode.perf import alpha_beta, step
 from labcode.perf.flops import training_flops_per_sample
 from labcode.slurm.run.outcome import Outcome
-from labcode.teach.labs import l15_hybrid
 from labcode.topology import GridShape
 
 # ---- 15.1 the form as a function

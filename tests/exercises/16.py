@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from answers import Answers, changed
 from torch.utils.checkpoint import CheckpointPolicy
 
-from labcode.teach.labs import l16_plan as plan
-from labcode.teach.labs.l16_limited import Settings
+from course.labs import l16_plan as plan
+from course.labs.l16_limited import Settings
 
 # ---- 16.1 what fills the memory at the peak
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from answers import Answers, changed
 
-from labcode.files import sync_folder, write_atomically
-from labcode.teach.labs import l17_by_hand, l17_run
+from course.labs import l17_by_hand, l17_run
+from labcode.runtime.files import sync_folder, write_atomically
 
 # ---- 17.1 Young's interval
 

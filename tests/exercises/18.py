@@ -9,9 +9,9 @@ import torch.distributed as dist
 from answers import Answers, changed
 from torch import nn
 
+from course.labs import l18_gpt as lab
 from labcode.models import gpt
 from labcode.precision import formats, fp8
-from labcode.teach.labs import l18_gpt as lab
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2

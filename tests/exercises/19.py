@@ -11,7 +11,7 @@ from answers import Answers, changed
 from nvdlfw_inspect.logging import MetricLogger
 from nvdlfw_inspect.registry import api_method
 
-from labcode.precision.feature import Feature
+from labcode.debug.feature import Feature
 
 # ---- 19.1 combine
 

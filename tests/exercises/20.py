@@ -4,8 +4,8 @@ from itertools import product
 
 from answers import Answers, changed, of_the_check
 
-from labcode.teach.exercises import l20
-from labcode.teach.labs import l20_plan as lab
+from course.exercises import l20
+from course.labs import l20_plan as lab
 
 # ---- 20.1 parameters
 

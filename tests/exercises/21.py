@@ -2,8 +2,8 @@
 
 from answers import Answers, changed
 
-from labcode.teach.labs import l21_capstone as lab
-from labcode.teach.labs.l20_plan import flops
+from course.labs import l21_capstone as lab
+from course.labs.l20_plan import flops
 
 # ---- 21.1 days and MFU
 

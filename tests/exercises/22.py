@@ -3,7 +3,7 @@
 import torch
 from answers import Answers, changed
 
-from labcode.teach.labs import l22_four_bits as lab
+from course.labs import l22_four_bits as lab
 
 # ---- 22.1 cut off where the largest one ends
 

@@ -5,8 +5,8 @@ import torch.distributed as dist
 from answers import Answers, changed
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+from course.labs import l24_by_hand as by_hand
 from labcode.parallel import experts
-from labcode.teach.labs import l24_by_hand as by_hand
 
 # ---- 24.1 from counts to splits
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from answers import MIN_RIGHT, MIN_WRONG, THE_SOLUTION, Changed, answer
 
-from labcode.pool.ranks import Ranks
-from labcode.teach.check import check
+from course.check import check
+from course.pool.ranks import Ranks
 
 # An answer may use names that PyTorch is about to take away: people know them, and they work.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -54,7 +54,7 @@ def pool():
 @pytest.fixture
 def quick(monkeypatch):
     """Ranks that wait in vain, or compute for ever, are stopped sooner than in a lesson."""
-    monkeypatch.setattr("labcode.pool.ranks.HANG_S", 3.0)
+    monkeypatch.setattr("course.pool.ranks.HANG_S", 3.0)
 
 
 def in_the_cell(exercise, value, pool):

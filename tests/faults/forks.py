@@ -35,7 +35,7 @@ from pathlib import Path
 import cloudpickle
 import psutil
 
-from labcode.fork_server import Child, ForkServer
+from course.pool.fork_server import Child, ForkServer
 
 from .waiting import comes, free_port
 
@@ -44,7 +44,7 @@ PRELOADED = (
     "torch._dynamo",  # optimizers import it at their first step
     "torch.utils.tensorboard",
     "labcode.train.__main__",
-    "labcode.train.run",
+    "labcode.run.run",
     "tokenizers",
     "xarray",
     "zarr",

@@ -108,7 +108,7 @@ def during(module: str, name: str, act: Callable[[], object], call: int = 1) -> 
     """Do something at the beginning of the n-th call of a function or method of labcode.
 
     Args:
-        module: Such as "labcode.train.run".
+        module: Such as "labcode.run.run".
         name: Such as "build", or "RunFolder.look".
         act: What.
         call: Which call, counted from 1.

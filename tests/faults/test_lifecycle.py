@@ -71,8 +71,10 @@ def rank():
 
 def signalled_in(where, *numbers, ranks=(0, 1), call=1):
     """A patch: this process gets signals at a certain point of its life."""
-    from labcode.train import build, result, run
+    from labcode.run import run
+    from labcode.train import build
     from labcode.train.checkpoint import store as checkpoint
+    from labcode.train.observers import result
     from labcode.train.step import TrainStep
 
     owner = {
@@ -99,7 +101,7 @@ def failing_in(where, error, ranks=(0,), call=1):
 
     from labcode.data.text import TextDataset
     from labcode.parallel.model import ParallelModel
-    from labcode.train import run
+    from labcode.run import run
 
     owner = {
         "to_empty": torch.nn.Module,
@@ -230,14 +232,14 @@ def test_a_second_job_in_the_folder_is_told_who_holds_it(tmp_path):
 
 
 def impatient():
-    from labcode.train import run_lock
+    from labcode.run import run_lock
 
     run_lock.WAIT_S = 0.2
 
 
 def elsewhere():
     """Rank 1 is on a node that has folders of its own."""
-    from labcode.train import run
+    from labcode.run import run
 
     run.SHARED_WAIT_S = 0.2
     if rank() == 1:
@@ -434,7 +436,7 @@ def test_a_signal_in_the_last_step_stops_nothing(tmp_path):
 
 def repeated():
     """A job script repeats its signal until the ranks have ended."""
-    from labcode.comm import bootstrap
+    from labcode.runtime import bootstrap
 
     def act(_):
         os.kill(os.getpid(), signal.SIGUSR1)

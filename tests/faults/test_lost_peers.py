@@ -12,7 +12,7 @@ import torch.distributed as dist
 from faults.forks import start
 from faults.waiting import until
 
-from labcode.comm import bootstrap
+from labcode.runtime import bootstrap
 
 
 def all_reduce():

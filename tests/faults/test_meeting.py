@@ -14,8 +14,8 @@ import torch.distributed as dist
 from faults.forks import start, train
 from faults.waiting import free_port, until
 
-from labcode.comm import bootstrap, meeting
-from labcode.comm.place import Place
+from labcode.runtime import bootstrap, meeting
+from labcode.runtime.place import Place
 
 LOOKING = "looking for the others"
 TOGETHER = "together"
@@ -66,7 +66,7 @@ def listens(address):
 
 def meet_only(**chosen):
     """As `connect`, with the errors that the training would print."""
-    from labcode.train.failure import fail
+    from labcode.run.failure import fail
 
     try:
         connect(**chosen)

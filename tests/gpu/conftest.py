@@ -2,7 +2,7 @@
 
 import pytest
 
-from labcode.pool.ranks import Ranks
+from course.pool.ranks import Ranks
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from labcode.measure import metrics
 from labcode.precision.fp8 import CurrentScaling, Fp8, multiplies_in_fp8
-from labcode.train import metrics
 
 HAS_FP8 = torch.cuda.is_available() and multiplies_in_fp8(torch.device("cuda"))
 pytestmark = [

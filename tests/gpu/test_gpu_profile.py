@@ -23,7 +23,7 @@ def trained(folder, *options):
 
 
 def test_ranges_count_the_time_of_the_device():
-    from labcode.train.ranges import StepRanges
+    from labcode.measure.ranges import StepRanges
 
     ranges = StepRanges(on_gpu=True)
     cycles = 50_000_000  # some 30 ms; the host queues them at once

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from labcode import hardware
-from labcode.train import device_samples, device_speed, metrics
+from labcode.measure import device_samples, device_speed, metrics
+from labcode.runtime import hardware
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,7 +101,7 @@ def test_more_ranks_than_gpus_is_one_line_that_says_what_to_do(tmp_path):
 
 
 def test_the_device_and_backend_are_the_gpu_and_nccl():
-    from labcode.comm import bootstrap
+    from labcode.runtime import bootstrap
 
     world = bootstrap.start(bootstrap.Place())
     try:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from course.labs import l02_by_hand
 from labcode.config import LoaderConfig, WeatherData
 from labcode.data import weather
 from labcode.data.loader import Loader
 from labcode.data.sampler import Batches
-from labcode.teach.labs import l02_by_hand
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from labcode import combinations, recipes
-from labcode.comm import bootstrap
+from labcode import recipes
 from labcode.comm.grid import Grid
+from labcode.run.run import train
+from labcode.runtime import bootstrap, combinations
 from labcode.train.build import build
-from labcode.train.run import train
 from labcode.train.tasks import make_task
 
 pytestmark = [

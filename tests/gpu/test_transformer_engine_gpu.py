@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from labcode.teach.labs import l18_transformer_engine as with_te
+from course.labs import l18_transformer_engine as with_te
 
 WHY_NOT = with_te.why_not() if torch.cuda.is_available() else "needs a CUDA device"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
@@ -47,7 +47,7 @@ def test_a_step_is_measured(alone, name):
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 @pytest.mark.parametrize("name", list(with_te.LAYOUTS))
 def test_a_step_on_four_gpus(name):
-    from labcode.pool.ranks import Ranks
+    from course.pool.ranks import Ranks
 
     with Ranks(4, device="cuda") as four:
         for step_s in four.run(with_te.measure, name, SIZES, tokens=64, samples=4):

@@ -175,7 +175,7 @@ def test_no_solution_leaks(source):
 
 LESSON = """\
 # %%
-from labcode.teach.figures import plot
+from course.figures import plot
 print("quoted", 3)
 
 # %% tags=["nbval-check-output"]
@@ -234,7 +234,7 @@ def test_a_check_that_does_not_say_right_fails_the_solution(tmp_path, mark, code
 
 OLD_NAME = """\
 import warnings
-from labcode.pool.ranks import Ranks
+from course.pool.ranks import Ranks
 
 def calls_an_old_name():
     warnings.warn("`torch.distributed.old` is deprecated", FutureWarning, stacklevel=1)

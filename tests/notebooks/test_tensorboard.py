@@ -12,7 +12,7 @@ from faults import forks
 from faults.cases import BASE
 from faults.waiting import comes, free_port
 
-from labcode import processes
+from labcode.runtime import processes
 
 CONFIG = Path(__file__).resolve().parents[2] / "tools" / "jupyter" / "jupyter_server_config.py"
 PATIENCE_S = 120.0

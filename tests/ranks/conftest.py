@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from labcode.pool.ranks import Ranks
-from labcode.teach.answer import Hint
+from course.answer import Hint
+from course.pool.ranks import Ranks
 
 
 @pytest.fixture(scope="session")

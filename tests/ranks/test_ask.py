@@ -16,11 +16,11 @@ from faults import waiting
 from faults.fixtures import in_step
 from faults.forks import start
 
-from labcode import launch, processes
 from labcode.doctor import answers, ask
 from labcode.doctor.answers import Answer, Thread
 from labcode.doctor.find_run import processes_of
 from labcode.doctor.standing import Call, Standing
+from labcode.runtime import launch, processes
 
 pytestmark = pytest.mark.release
 

@@ -10,7 +10,7 @@ from faults import forks
 from test_checkpoint import CONFIG, GRIDS, TRAIN, names, run, train
 
 from labcode import recipes
-from labcode.train import metrics
+from labcode.measure import metrics
 
 BACKGROUND = {"checkpoint.in_background": True}
 

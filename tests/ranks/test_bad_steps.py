@@ -10,7 +10,7 @@ from faults import fixtures, forks
 from faults.cases import WEATHER
 from faults.injection import all_of, at_step, die, left_out_steps_move_nothing
 
-from labcode.train import metrics
+from labcode.measure import metrics
 
 ARGS = (
     *WEATHER,

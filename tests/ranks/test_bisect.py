@@ -6,7 +6,7 @@ import pytest
 from faults.forks import train
 
 from labcode import recipes
-from labcode.precision import bisect
+from labcode.debug import bisect
 
 CHANGES = {
     "model.num_layers": 2,
@@ -29,7 +29,7 @@ def record(changes, folder, fault=None):
     import torch.distributed as dist
     from trained import built
 
-    from labcode.precision.record import Recorder
+    from labcode.debug.record import Recorder
 
     rank = dist.get_rank()
     config = recipes.with_changes(recipes.gpt_tiny(), CHANGES | changes)

@@ -20,14 +20,14 @@ SETTINGS = Settings(
 def measured_here():
     from trained import world
 
-    from labcode.train.calibrate import measure
+    from labcode.run.calibrate import measure
 
     return measure(world(), Grid.create(GridShape(dp=2)), 4 * 2**30)
 
 
 @pytest.mark.release
 def test_this_machine_becomes_a_cluster_that_can_be_planned(ranks2, tmp_path):
-    from labcode.train.calibrate import cluster_file
+    from labcode.run.calibrate import cluster_file
 
     first, second = ranks2.run(measured_here)
     assert cluster_file(first, 2, "x") == cluster_file(second, 2, "x")
@@ -50,7 +50,7 @@ def test_this_machine_becomes_a_cluster_that_can_be_planned(ranks2, tmp_path):
 
 
 def test_one_rank_has_no_links_and_a_file_all_the_same(tmp_path):
-    from labcode.train.calibrate import Measured, cluster_file
+    from labcode.run.calibrate import Measured, cluster_file
 
     file = tmp_path / "alone.toml"
     shares = {"flash2": 0.5, "flash2_causal": 0.25}

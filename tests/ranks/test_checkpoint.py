@@ -21,8 +21,9 @@ from covering import first
 from faults import forks
 from faults.waiting import until
 
-from labcode import combinations, recipes
-from labcode.train import metrics
+from labcode import recipes
+from labcode.measure import metrics
+from labcode.runtime import combinations
 from labcode.train.checkpoint.folder import read_about
 
 TINY = {
@@ -74,7 +75,7 @@ def train(config, out, start, seed):
     from trained import built
 
     from labcode.comm.grid import Grid
-    from labcode.train import run
+    from labcode.run import run
 
     size = dist.get_world_size()
     grid = Grid.create(combinations.check(config, size))

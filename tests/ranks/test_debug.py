@@ -45,7 +45,7 @@ FEATURE = """
 from nvdlfw_inspect.logging import MetricLogger
 from nvdlfw_inspect.registry import Registry, api_method
 
-from labcode.precision.feature import Feature
+from labcode.debug.feature import Feature
 
 
 @Registry.register_feature(namespace="transformer_engine")
@@ -64,24 +64,24 @@ def logged(changes, text, folder, over, weights=True):
     import torch.distributed as dist
     from trained import built
 
-    from labcode.precision import debug
+    from labcode.debug import on_layers
 
     rank = dist.get_rank()
     config = recipes.with_changes(recipes.gpt_tiny(), CHANGES | changes)
     training = built(config)
     path = Path(folder) / f"debug-{rank}.yaml"
     path.write_text(text)
-    chosen = debug.chosen_layers(training.model, path)
-    reduction = debug.Reduction(tuple(over), weights)
-    debugger = debug.Debugger(training.model, chosen, Path(folder), reduction)
+    chosen = on_layers.chosen_layers(training.model, path)
+    reduction = on_layers.Reduction(tuple(over), weights)
+    debugger = on_layers.Debugger(training.model, chosen, Path(folder), reduction)
     for step in range(2):
         training.model.forward_backward(training.loader.take(step))
         training.optimizer.zero_grad()
         debugger.step()
     debugger.close()
     training.close()
-    file = Path(folder) / debug.STATISTICS / f"nvdlfw_inspect_globalrank-{rank}.log"
-    return debug.read_statistics(Path(folder), rank), file.read_bytes()
+    file = Path(folder) / on_layers.STATISTICS / f"nvdlfw_inspect_globalrank-{rank}.log"
+    return on_layers.read_statistics(Path(folder), rank), file.read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -234,9 +234,9 @@ def quantized(folder, in_fp8):
 
     from labcode.comm.grid import Grid
     from labcode.config import ParallelConfig
+    from labcode.debug import on_layers
     from labcode.models.gpt import GPT
     from labcode.models.parallelize import parallelize
-    from labcode.precision import debug
     from labcode.precision.formats import E4M3, cast, scale_for
     from labcode.precision.fp8 import DelayedScaling, Fp8
 
@@ -252,7 +252,7 @@ def quantized(folder, in_fp8):
     path.write_text(FAKE)
     layer = model.module.get_submodule("blocks.1.mlp.up")
     before = layer.product
-    debugger = debug.Debugger(model, debug.chosen_layers(model, path), Path(folder))
+    debugger = on_layers.Debugger(model, on_layers.chosen_layers(model, path), Path(folder))
     x = torch.randn(2, 4, 16, requires_grad=True)
     y = layer(x)
     y.sum().backward()
@@ -294,9 +294,9 @@ def watched_steps(folder, text):
 
     from labcode.comm.grid import Grid
     from labcode.config import ParallelConfig
+    from labcode.debug import on_layers
     from labcode.models.gpt import GPT
     from labcode.models.parallelize import parallelize
-    from labcode.precision import debug
 
     config = recipes.with_changes(recipes.gpt_tiny(), CHANGES | {"model.vocab_size": 17})
     grid = Grid.create(ParallelConfig().shape(1))
@@ -305,7 +305,7 @@ def watched_steps(folder, text):
     path.write_text(text)
     layer = model.module.get_submodule("blocks.1.mlp.up")
     before = layer.product
-    debugger = debug.Debugger(model, debug.chosen_layers(model, path), Path(folder))
+    debugger = on_layers.Debugger(model, on_layers.chosen_layers(model, path), Path(folder))
     steps = []
     for step in range(5):
         if layer.product is not before:
@@ -335,7 +335,7 @@ def test_a_training_writes_what_its_yaml_asks_for(tmp_path):
         args += [f"--{name}", str(value)]
     done = train(args, cwd=tmp_path, ranks=2)
     assert done.codes == [0, 0]
-    from labcode.precision.debug import read_statistics
+    from labcode.debug.on_layers import read_statistics
 
     found = read_statistics(tmp_path / "run" / "debug", 1)
     assert {step for name, step in found if name.endswith("_std")} == {0, 2}
@@ -356,9 +356,9 @@ def chosen_by_own_file(texts):
 
     from labcode.comm.grid import Grid
     from labcode.config import ParallelConfig
+    from labcode.debug import on_layers
     from labcode.models.gpt import GPT
     from labcode.models.parallelize import parallelize
-    from labcode.precision import debug
 
     config = recipes.with_changes(recipes.gpt_tiny(), CHANGES | {"model.vocab_size": 17})
     grid = Grid.create(ParallelConfig(dp=2).shape(2))
@@ -367,7 +367,7 @@ def chosen_by_own_file(texts):
         path = Path(folder) / "own.yaml"
         path.write_text(texts[dist.get_rank()])
         try:
-            return sorted(debug.chosen_layers(model, path))
+            return sorted(on_layers.chosen_layers(model, path))
         except ValueError as error:
             return str(error).removeprefix(folder)
 

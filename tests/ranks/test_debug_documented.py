@@ -10,7 +10,7 @@ from faults.forks import train
 from test_debug import CHANGES, FP8, STATS, YAML, compare, logged
 
 from labcode import recipes
-from labcode.precision.debug_config import GEMMS
+from labcode.debug.debug_config import GEMMS
 
 ON_2_X_2 = {"parallel.dp": 2, "parallel.tp": 2}
 
@@ -39,8 +39,8 @@ def losses(changes, text, folder):
     import torch.distributed as dist
     from trained import built
 
-    from labcode.precision import debug
-    from labcode.train import run
+    from labcode.debug import on_layers
+    from labcode.run import run
 
     rank = dist.get_rank()
     config = recipes.with_changes(recipes.gpt_tiny(), CHANGES | {"train.steps": 3} | changes)
@@ -49,8 +49,8 @@ def losses(changes, text, folder):
     if text:
         path = Path(folder) / f"debug-{rank}.yaml"
         path.write_text(text)
-        chosen = debug.chosen_layers(training.model, path)
-        debugger = debug.Debugger(training.model, chosen, Path(folder))
+        chosen = on_layers.chosen_layers(training.model, path)
+        debugger = on_layers.Debugger(training.model, chosen, Path(folder))
     rows = run.train(training)
     if debugger is not None:
         debugger.close()
@@ -82,9 +82,9 @@ def scales(folder):
 
     from labcode.comm.grid import Grid
     from labcode.config import ParallelConfig
+    from labcode.debug import on_layers
     from labcode.models.gpt import GPT
     from labcode.models.parallelize import parallelize
-    from labcode.precision import debug
     from labcode.precision.formats import E4M3, scale_for
     from labcode.precision.fp8 import DelayedScaling, Fp8
 
@@ -94,7 +94,7 @@ def scales(folder):
     model = parallelize(GPT(config.model), grid, seed=0, fp8=in_fp8)
     path = Path(folder) / f"scaling-{dist.get_rank()}.yaml"
     path.write_text(block("PerTensorScaling", tensors=["weight"], gemms=["fprop"]))
-    debugger = debug.Debugger(model, debug.chosen_layers(model, path), Path(folder))
+    debugger = on_layers.Debugger(model, on_layers.chosen_layers(model, path), Path(folder))
     layer = model.module.get_submodule("blocks.1.mlp.up")
     layer(torch.ones(2, 4, 16)).sum().backward()
     in_fp8.finish_step()
@@ -162,7 +162,7 @@ def test_one_rank_of_each_stage_writes_to_tensorboard(tmp_path):
     log all stats, pass a writer to one process in each pipeline parallel group."""
     (tmp_path / "debug.yaml").write_text(YAML)
     args = ["gpt_tiny", "--parallel.tp=2", "--parallel.pp=2", "--train.out=run"]
-    args += ["--debug.config=debug.yaml", "--debug.reduce_over", "tp", "--debug.tensorboard"]
+    args += ["--debug.config=on_layers.yaml", "--debug.reduce_over", "tp", "--debug.tensorboard"]
     args += [f"--{name}={value}" for name, value in (CHANGES | {"train.steps": 1}).items()]
     args += ["--parallel.pipeline_schedule=gpipe"]
     done = train(args, cwd=tmp_path, ranks=4)

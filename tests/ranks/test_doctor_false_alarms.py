@@ -329,7 +329,7 @@ def trained(rank, recipe, changes):
     from trained import built
 
     from labcode import doctor, recipes
-    from labcode.train import run
+    from labcode.run import run
 
     config = recipes.with_changes(recipes.get(recipe), changes)
     training = built(config)

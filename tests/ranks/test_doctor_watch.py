@@ -4,9 +4,9 @@ import os
 
 import pytest
 
+from course.labs import l07_patients
 from labcode.doctor.facts import Facts
 from labcode.doctor.judge import judge
-from labcode.teach.labs import l07_patients
 
 
 def examined(name, healthy, folder):
@@ -56,7 +56,7 @@ def test_the_doctor_names_exactly_the_bug(name, ranks2, folder):
 
 def test_the_complaints_are_backed_by_what_the_scripts_show(ranks2):
     def symptoms(healthy):
-        from labcode.teach.labs.l07_patients import same_order, slow_node
+        from course.labs.l07_patients import same_order, slow_node
 
         return same_order.symptom(healthy), slow_node.run(healthy)
 

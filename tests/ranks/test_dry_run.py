@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from labcode.config import GPTConfig
 from labcode.perf.one_rank import rank_activation_bytes, rank_calls, rank_parameters
+from labcode.run.dry_run import main
 from labcode.topology import GridShape
-from labcode.train.dry_run import main
 
 SHAPE = "1024 gpt_10m --model.num_layers 4 --model.num_heads 8 --model.hidden_size 128"
 GRID = "--parallel.tp 8 --parallel.pp 4 --train.global_batch 64 --train.micro_batch 1"

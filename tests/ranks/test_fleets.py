@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from course.pool.answers import RankError
 from labcode.comm.counting import counted, totals
 from labcode.comm.grid import Grid, group_of
 from labcode.config import GPTConfig, ParallelConfig
@@ -13,7 +14,6 @@ from labcode.models.gpt import GPT
 from labcode.models.layers import initialize
 from labcode.models.parallelize import parallelize
 from labcode.parallel import reshard
-from labcode.pool.answers import RankError
 from labcode.topology import AXES, GridShape
 
 COMBINATIONS = [axes for count in range(5) for axes in itertools.combinations(AXES, count)]

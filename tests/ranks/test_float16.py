@@ -10,7 +10,7 @@ from faults import fixtures, forks
 from faults.cases import BASE
 from faults.injection import all_of, at_step, die, left_out_steps_move_nothing
 
-from labcode.train import metrics
+from labcode.measure import metrics
 
 ARGS = (
     *BASE,
@@ -31,7 +31,7 @@ def on_last_rank(steps, change):
     """A patch: in some steps `change(output)` is what the last rank's MLPs give."""
     import torch.distributed as dist
 
-    from labcode.train import run
+    from labcode.run import run
 
     original = run.build
 

@@ -9,10 +9,11 @@ import torch
 from faults import fixtures, forks
 from faults.injection import at_step, die
 
-from labcode import combinations, recipes
+from course.labs import l18_gpt as lab
+from labcode import recipes
+from labcode.measure import metrics
 from labcode.precision.fp8 import reduced_amaxes
-from labcode.teach.labs import l18_gpt as lab
-from labcode.train import metrics
+from labcode.runtime import combinations
 
 STEPS = 6
 CONFIG = recipes.with_changes(
@@ -55,7 +56,7 @@ def fit(config):
     """(the losses of a run, its last validation loss, {operand of a layer: its history})."""
     from trained import built
 
-    from labcode.train import run
+    from labcode.run import run
 
     training = built(config)
     rows = run.train(training)

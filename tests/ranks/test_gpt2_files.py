@@ -7,7 +7,7 @@ import torch
 from test_checkpoint import CONFIG, GRIDS, run
 
 from labcode import recipes
-from labcode.train import export
+from labcode.run import export
 
 LEARNED = ["--model.positions=learned", "--model.dropout=0.0"]
 LAYOUTS = {**GRIDS, "one stage each": {"parallel.pp": 4, "model.num_layers": 4}}

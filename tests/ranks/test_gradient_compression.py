@@ -6,10 +6,11 @@ from faults import forks
 from faults.cases import WEATHER
 from torch import nn
 
-from labcode import combinations, recipes
+from labcode import recipes
 from labcode.config import ParallelConfig
+from labcode.measure import metrics
 from labcode.parallel.torch_data import PowerSGD, TorchDataParallel
-from labcode.train import metrics
+from labcode.runtime import combinations
 
 ROWS, COLUMNS = 40, 30
 RANK = 2

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from labcode.pool.answers import RankError
+from course.pool.answers import RankError
 from labcode.topology import AXES, GridShape
 
 SHAPES_OF_4 = [

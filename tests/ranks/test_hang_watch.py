@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from labcode import launch
+from labcode.runtime import launch
 
 pytestmark = pytest.mark.release
 
@@ -16,7 +16,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from labcode.comm import bootstrap
+from labcode.runtime import bootstrap
 from labcode.doctor.hang import HangWatch
 
 LATE = os.environ["LATE"]

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from course.check import check
+from course.exercises import l15
+from course.labs import emulate, l12_paced_pipeline, l15_hybrid
+from course.labs.l14_cluster import Lab
+from course.pool.ranks import RankError
 from labcode import recipes
 from labcode.comm.counting import counted, totals
+from labcode.measure import metrics
 from labcode.perf import alpha_beta
 from labcode.perf import step as expected
 from labcode.perf import traffic as placement
-from labcode.pool.ranks import RankError
 from labcode.slurm.run.outcome import Outcome
-from labcode.teach.check import check
-from labcode.teach.exercises import l15
-from labcode.teach.labs import emulate, l12_paced_pipeline, l15_hybrid
-from labcode.teach.labs.l14_cluster import Lab
 from labcode.topology import GridShape
-from labcode.train import metrics
 
 COMPLETED = Outcome("COMPLETED")
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course.labs import l18_transformer_engine as with_te
 from labcode.comm.collectives import all_gather, reduce_scatter
 from labcode.comm.grid import Grid
-from labcode.teach.labs import l18_transformer_engine as with_te
 from labcode.topology import GridShape
 
 SIZES = with_te.Sizes(hidden_size=8, ffn_hidden_size=16, num_attention_heads=2)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course.labs import l19_transformer_engine as with_te
+from course.labs.l18_transformer_engine import Sizes
 from labcode.comm.grid import Grid
-from labcode.precision import debug
-from labcode.teach.labs import l19_transformer_engine as with_te
-from labcode.teach.labs.l18_transformer_engine import Sizes
+from labcode.debug import on_layers
 from labcode.topology import GridShape
 
 LOOK = """
@@ -63,7 +63,7 @@ def installed(folder, weights):
     te.TransformerLayer = StandIn
     te.autocast = autocast
     of_debug = types.ModuleType("transformer_engine.debug")
-    of_debug.__file__ = str(Path(debug.__file__))
+    of_debug.__file__ = str(Path(on_layers.__file__))
     of_debug.set_weight_tensor_tp_group_reduce = weights.append
     modules = {"transformer_engine.pytorch": te, "transformer_engine.debug": of_debug}
     before = os.getcwd()
@@ -86,7 +86,7 @@ def trained(folder):
         sizes = Sizes(4, 4, 1)
         cpu = torch.device("cpu")
         with_te.quietly(with_te.train_with_features, grid, sizes, cpu, steps, "a recipe")
-    path = Path(folder, "debug", debug.STATISTICS, f"nvdlfw_inspect_globalrank-{rank}.log")
+    path = Path(folder, "debug", on_layers.STATISTICS, f"nvdlfw_inspect_globalrank-{rank}.log")
     lines = [line.split(" - INFO - ")[1].split() for line in path.read_text().splitlines()]
     return [(name, step, value) for name, step, value in lines], weights
 
@@ -118,7 +118,7 @@ def spoken():
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         answer = with_te.quietly(work, 1)
-    handlers = [logging.getLogger(name).handlers for name in debug.LOGGERS]
+    handlers = [logging.getLogger(name).handlers for name in on_layers.LOGGERS]
     return answer, said.getvalue(), handlers
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from course.labs import l24_by_hand as by_hand
+from course.labs import l24_experts as lab
 from labcode.comm.collectives import all_gather, copy_to, reduce_scatter
-from labcode.teach.labs import l24_by_hand as by_hand
-from labcode.teach.labs import l24_experts as lab
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4])

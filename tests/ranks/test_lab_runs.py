@@ -2,7 +2,7 @@
 
 import math
 
-from labcode.teach.labs import l19_runs as lab
+from course.labs import l19_runs as lab
 
 
 def test_a_fault_of_one_rank_reaches_all_gradients_and_the_probe_names_it(ranks2, tmp_path):

@@ -32,7 +32,7 @@ def fit(config, out, start=None):
     """(Loss and gradient norm of each step, the final weights) of one run in this pool."""
     from trained import built
 
-    from labcode.train import run
+    from labcode.run import run
 
     training = built(config, start)
     rows = [(row["loss"], row["grad_norm"]) for row in run.train(training, out) if "loss" in row]

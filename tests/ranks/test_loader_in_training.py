@@ -10,7 +10,7 @@ import pytest
 import torch
 from faults.forks import start, train
 
-from labcode.train import metrics
+from labcode.measure import metrics
 
 SMALL = ["gpt_tiny", "--model.num_layers=1", "--model.num_heads=2", "--model.hidden_size=16"]
 SMALL += ["--model.context_length=32", "--model.dropout=0.1", "--train.global_batch=8"]

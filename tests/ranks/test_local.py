@@ -8,15 +8,15 @@ from faults import forks
 from torch import nn
 from torch.nn import functional as F
 
-from labcode import combinations
 from labcode.comm.counting import counted, totals
 from labcode.comm.grid import Grid
 from labcode.config import LocalConfig
+from labcode.measure import metrics
 from labcode.parallel.data import DataParallel
 from labcode.parallel.local import LocalReplica, OuterOptimizer
 from labcode.recipes import RECIPES
+from labcode.runtime import combinations
 from labcode.topology import GridShape
-from labcode.train import metrics
 
 
 def new_model():

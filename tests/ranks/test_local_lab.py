@@ -5,10 +5,10 @@ import math
 
 import pytest
 
+from course.labs import l06_slow_link
+from course.labs.l06_slow_link import Way
+from course.pool.ranks import RankError
 from labcode.perf.alpha_beta import Link, bytes_sent, time_s
-from labcode.pool.ranks import RankError
-from labcode.teach.labs import l06_slow_link
-from labcode.teach.labs.l06_slow_link import Way
 
 STEPS = 20
 LINK = Link(alpha_s=2e-3, beta_bytes_per_s=1e9)

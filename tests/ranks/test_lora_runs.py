@@ -10,7 +10,7 @@ from test_checkpoint import CONFIG, GRIDS, newest, run, train
 from labcode import recipes
 from labcode.config import LoraConfig
 from labcode.models.lora import is_adapter, merged
-from labcode.train import export
+from labcode.run import export
 from labcode.train.checkpoint.folder import read_about, read_index
 
 LORA = {"lora.rank": 2, "lora.alpha": 4.0}

@@ -6,8 +6,8 @@ import pytest
 from faults.forks import train
 
 from labcode import recipes
+from labcode.measure import metrics
 from labcode.perf.flops import training_flops_per_sample
-from labcode.train import metrics
 
 SIZES = ["--model.num_layers=2", "--model.hidden_size=16", "--model.num_heads=2"]
 SIZES += ["--model.context_length=32", "--model.expert_ffn_size=16"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labcode.teach.labs import l08_nodes as nodes
+from course.labs import l08_nodes as nodes
 
 # seconds in which the busiest adapter sends, by counting: 6, 3 and 2 MB
 NETWORK_S = {

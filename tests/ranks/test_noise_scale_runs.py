@@ -31,7 +31,7 @@ def fit(config, out=None, start=None):
     """The rows of one run in this pool."""
     from trained import built
 
-    from labcode.train import run
+    from labcode.run import run
 
     training = built(config, start)
     return [row for row in run.train(training, out) if "loss" in row]

@@ -29,7 +29,7 @@ def found(changes, fault):
     import torch.distributed as dist
     from trained import built
 
-    from labcode.precision.record import Recorder
+    from labcode.debug.record import Recorder
 
     rank = dist.get_rank()
     config = recipes.with_changes(CONFIG, changes)

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from course.answer import Exercise, Hint
+from course.check import check
+from course.exercises import expect
+from course.pool.answers import LateError
+from course.pool.limits import limited
 from labcode.comm.grid import group_of
-from labcode.pool.answers import LateError
-from labcode.pool.limits import limited
-from labcode.teach.answer import Exercise, Hint
-from labcode.teach.check import check
-from labcode.teach.exercises import expect
 
 
 def total(group):
@@ -73,10 +73,10 @@ def test_an_endless_loop_is_shown_by_its_line(ranks2, capsys, monkeypatch):
     monkeypatch.setitem(linecache.cache, file, (len(CELL), None, CELL.splitlines(True), file))
     names = {"__name__": "__main__"}
     exec(compile(CELL, file, "exec"), names)
-    monkeypatch.setattr("labcode.teach.check.LIMIT_S", 2)
+    monkeypatch.setattr("course.check.LIMIT_S", 2)
     exercises = {"99.1": Exercise(check=lambda answer, ranks: ranks.run(answer))}
     module = types.SimpleNamespace(EXERCISES=exercises)
-    monkeypatch.setitem(sys.modules, "labcode.teach.exercises.l99", module)
+    monkeypatch.setitem(sys.modules, "course.exercises.l99", module)
     check("99.1", names["spin"], ranks2)
     said = capsys.readouterr().out
     assert said.startswith("[x] 99.1 wrong: rank 1 was still at work after 2 s, and had to be")
@@ -113,7 +113,7 @@ def total_after(rank, seconds):
 
 
 def test_the_pool_announces_its_start(monkeypatch):
-    from labcode.pool.ranks import Ranks
+    from course.pool.ranks import Ranks
 
     said = []
     monkeypatch.setattr(Ranks, "announce", staticmethod(said.append))

@@ -2,9 +2,9 @@
 
 import pytest
 
+from course.labs import l12_paced_pipeline
 from labcode.perf.pipeline import StageTimes, simulate
 from labcode.schedules import NAMES, schedule, waits_for
-from labcode.teach.labs import l12_paced_pipeline
 
 
 @pytest.mark.parametrize("name", NAMES)

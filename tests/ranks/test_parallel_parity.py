@@ -70,7 +70,7 @@ def fit(config, forget=()):
     import torch.distributed as dist
     from trained import built
 
-    from labcode.train import run
+    from labcode.run import run
 
     rank = dist.get_rank()
     torch.manual_seed(rank)  # ranks are seeded differently: nothing may depend on it

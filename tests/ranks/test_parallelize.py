@@ -154,7 +154,7 @@ def trained_bf16(rank):
     """Losses of a short run under autocast, all axes of two ranks in use one after the other."""
     from trained import built
 
-    from labcode.train import run
+    from labcode.run import run
 
     losses = []
     for axes in ({"tp": 1}, {"tp": 2}, {"tp": 2, "sequence": True}, {"cp": 2}):

@@ -9,8 +9,8 @@ from covering import first
 from faults import forks
 from faults.cases import BASE
 
+from labcode.measure import metrics
 from labcode.perf.chrome_trace import PARTS
-from labcode.train import metrics
 
 ARGS = (*BASE, "--train.global_batch=8", "--train.micro_batch=2", "--train.steps=2")
 ONE_RANK = ("--train.log_every=1", "--train.out=run", "--train.eval_every=0")

@@ -7,7 +7,7 @@ import torch
 from covering import covering
 from torch import nn
 
-from labcode.pool.ranks import RankError
+from course.pool.ranks import RankError
 from labcode.schedules import make_plan, plan_pipeline, schedule
 
 WIDTH, BATCH, LAYERS = 6, 3, 8

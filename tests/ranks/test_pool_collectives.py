@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from course.pool.answers import HangError, RankError
+from course.pool.ranks import Ranks
 from labcode.comm.counting import counted, totals
-from labcode.pool.answers import HangError, RankError
-from labcode.pool.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ HANGS = [
 
 @pytest.mark.parametrize(("call", "text"), HANGS)
 def test_a_hang_is_explained_long_before_the_time_out(patient, monkeypatch, call, text):
-    monkeypatch.setattr("labcode.pool.ranks.HANG_S", 1.0)
+    monkeypatch.setattr("course.pool.ranks.HANG_S", 1.0)
     with pytest.raises(HangError) as caught:
         patient.run(call)
     assert str(caught.value).startswith(f"{text}: ")
@@ -236,7 +236,7 @@ def test_members_of_a_smaller_group_are_named(ranks4, monkeypatch):
         if rank != 3:
             dist.barrier(low if rank < 2 else high)
 
-    monkeypatch.setattr("labcode.pool.ranks.HANG_S", 1.0)
+    monkeypatch.setattr("course.pool.ranks.HANG_S", 1.0)
     with pytest.raises(HangError, match=r"rank 2 waits in barrier with ranks 2 and 3"):
         ranks4.run(in_pairs)
     assert works(ranks4)
@@ -249,7 +249,7 @@ def test_a_rank_that_computes_is_waited_for(ranks2, monkeypatch):
         dist.barrier()
         return rank
 
-    monkeypatch.setattr("labcode.pool.ranks.HANG_S", 0.5)
+    monkeypatch.setattr("course.pool.ranks.HANG_S", 0.5)
     assert ranks2.run(late) == [0, 1]
 
 
@@ -321,7 +321,7 @@ def test_a_fork_of_a_rank_is_no_rank(ranks2):
         child = os.fork()
         if child == 0:
             dist.ProcessGroup.allreduce  # noqa: B018 - the recorder must be off here
-            from labcode.pool import recorder
+            from course.pool import recorder
 
             os._exit(len(recorder._recorders))
         _, status = os.waitpid(child, 0)

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labcode.pool import limits
-from labcode.pool.ranks import RankError, Ranks
+from course.pool import limits
+from course.pool.ranks import RankError, Ranks
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def test_what_ranks_start_does_not_hang_and_ends_with_the_pool(survivors):
 
 OWNER = """
 import os, sys, time
-from labcode.pool.ranks import Ranks
+from course.pool.ranks import Ranks
 
 pool = Ranks(2)
 print(*pool.run(os.getpid), flush=True)

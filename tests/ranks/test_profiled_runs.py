@@ -11,12 +11,12 @@ from faults import forks
 from faults.cases import BASE
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from labcode.measure.memory_marks import MemoryMarks
+from labcode.measure.ranges import StepRanges
 from labcode.perf.advice import advice
 from labcode.perf.breakdown import breakdown, mean
 from labcode.perf.chrome_trace import read
 from labcode.perf.operations import top_operations
-from labcode.train.memory_marks import MemoryMarks
-from labcode.train.ranges import StepRanges
 
 pytestmark = pytest.mark.release
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from faults.waiting import until
 
-from labcode.pool import wire
-from labcode.pool.ranks import RankError, Ranks
+from course.pool import wire
+from course.pool.ranks import RankError, Ranks
 
 FACTOR = 3
 
@@ -93,7 +93,7 @@ def test_what_is_no_function_is_refused_before_it_is_sent(ranks2, value, given):
 
 def test_a_pool_far_larger_than_the_machine_says_so(monkeypatch):
     said = []
-    monkeypatch.setattr("labcode.pool.ranks.usable_cores", lambda: frozenset({5}))
+    monkeypatch.setattr("course.pool.ranks.usable_cores", lambda: frozenset({5}))
     monkeypatch.setattr(Ranks, "start", lambda _: None)
     monkeypatch.setattr(Ranks, "warn", staticmethod(said.append))
     Ranks(4)
@@ -312,7 +312,7 @@ def test_what_cannot_travel_is_one_clear_line(ranks2):
 
 
 def test_a_missing_rank_is_an_error_after_the_time_out(brief, monkeypatch):
-    monkeypatch.setattr("labcode.pool.ranks.HANG_S", 1e9)  # the watch would say it earlier
+    monkeypatch.setattr("course.pool.ranks.HANG_S", 1e9)  # the watch would say it earlier
 
     def miss(rank):
         group = dist.new_group(timeout=timedelta(seconds=4))
@@ -401,8 +401,8 @@ OWNER = """
 import gc, sys, time
 from pathlib import Path
 import psutil
-from labcode.pool import ranks
-from labcode.pool.ranks import Ranks
+from course.pool import ranks
+from course.pool.ranks import Ranks
 
 ranks.HANG_S = 3000  # here a person ends the hang
 
@@ -480,11 +480,11 @@ def total(rank, y):
     return x.item() + Box.size
 """
 START = """
-import labcode.pool.ranks
-from labcode.pool.ranks import Ranks
+import course.pool.ranks
+from course.pool.ranks import Ranks
 import torch
-labcode.pool.ranks.HANG_S = 3000  # here a person ends the hang
-labcode.pool.ranks.WHERE_S = 3000  # each rank says where it is, however busy the machine is
+course.pool.ranks.HANG_S = 3000  # here a person ends the hang
+course.pool.ranks.WHERE_S = 3000  # each rank says where it is, however busy the machine is
 ranks = Ranks(2, timeout_s=3000)
 ranks
 """

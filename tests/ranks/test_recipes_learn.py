@@ -8,7 +8,7 @@ import pytest
 
 from labcode.config import TextData
 from labcode.data import text
-from labcode.train import metrics
+from labcode.measure import metrics
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
 

@@ -6,7 +6,7 @@ import pytest
 from trained import built
 
 from labcode import recipes
-from labcode.train import reference_runs
+from labcode.run import reference_runs
 from labcode.train.step import TrainStep
 
 pytestmark = pytest.mark.release

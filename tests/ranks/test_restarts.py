@@ -14,7 +14,7 @@ from faults.cases import BASE
 from faults.injection import at_step, die
 from faults.waiting import free_port
 
-from labcode import launch
+from labcode.runtime import launch
 
 ARGS = (
     *BASE,

@@ -6,12 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from labcode.comm.grid import Grid
-from labcode.config import GPTConfig
-from labcode.models import gpt, layers
-from labcode.models.parallelize import parallelize
-from labcode.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from labcode.teach.labs.l09_shards import (
+from course.labs.l09_shards import (
     SeparateAttention,
     adamw_steps,
     count_collectives,
@@ -19,6 +14,11 @@ from labcode.teach.labs.l09_shards import (
     is_exact,
     spelled,
 )
+from labcode.comm.grid import Grid
+from labcode.config import GPTConfig
+from labcode.models import gpt, layers
+from labcode.models.parallelize import parallelize
+from labcode.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from labcode.topology import GridShape
 
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from labcode.pool.ranks import RankError
-from labcode.teach.exercises import small_gpt
-from labcode.teach.exercises.simulated import simulate
+from course.exercises import small_gpt
+from course.exercises.simulated import simulate
+from course.pool.ranks import RankError
 
 COLLECTIVES = {
     "all_reduce": "x = torch.full((3,), rank + 1.0); dist.all_reduce(x); return x",

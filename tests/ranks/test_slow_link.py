@@ -2,8 +2,8 @@
 
 import itertools
 
+from course.labs.l05_slow_link import schedule, step_ms
 from labcode.perf.alpha_beta import Link, time_s
-from labcode.teach.labs.l05_slow_link import schedule, step_ms
 
 LINK = Link(alpha_s=0.01, beta_bytes_per_s=1e4)
 
@@ -16,8 +16,8 @@ def step(link, bucket_mb=1e-9):
     import torch.distributed as dist
     from torch import nn
 
+    from course.labs.l05_slow_link import NO_DELAY, SlowLink
     from labcode.parallel.data import DataParallel
-    from labcode.teach.labs.l05_slow_link import NO_DELAY, SlowLink
 
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3))).double()  # 200 bytes each
@@ -53,8 +53,8 @@ def both_ways():
     import torch.distributed as dist
     from torch import nn
 
-    from labcode.teach.labs import l05_by_hand
-    from labcode.teach.labs.l05_slow_link import Way, fastest_steps
+    from course.labs import l05_by_hand
+    from course.labs.l05_slow_link import Way, fastest_steps
 
     def new_net():
         return nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3))).double()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labcode.teach.labs import l11_slow_ring as slow_ring
+from course.labs import l11_slow_ring as slow_ring
 
 BLOCK_MS = 20
 
@@ -37,8 +37,8 @@ def outputs():
     import torch
     import torch.distributed as dist
 
-    from labcode.teach.labs import l11_by_hand
-    from labcode.teach.labs.l11_slow_ring import _Pace
+    from course.labs import l11_by_hand
+    from course.labs.l11_slow_ring import _Pace
 
     group = dist.group.WORLD
     draw = torch.Generator().manual_seed(dist.get_rank())

@@ -9,9 +9,9 @@ from torch_tb_profiler import consts
 from torch_tb_profiler.io import Cache
 from torch_tb_profiler.profiler.data import RunProfileData
 
+from labcode.measure import profile
 from labcode.perf.chrome_trace import PARTS, files_of_run, read
 from labcode.perf.memory_timeline import memory_timeline
-from labcode.train import profile
 from labcode.train.checkpoint.same_run import MAY_CHANGE
 
 ARGS = (*BASE, "--train.steps=6", "--train.out=run", "--train.eval_every=2")

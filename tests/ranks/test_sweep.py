@@ -11,10 +11,10 @@ import pytest
 from faults.waiting import until
 
 from labcode import recipes
-from labcode.command import UsageError
-from labcode.train import sweep, sweep_table
-from labcode.train.sweep import Sweep, SweepConfig
-from labcode.train.sweep_table import DIVERGED, DONE, FAILED
+from labcode.run import sweep, sweep_table
+from labcode.run.sweep import Sweep, SweepConfig
+from labcode.run.sweep_table import DIVERGED, DONE, FAILED
+from labcode.runtime.command import UsageError
 
 TINY = {
     "model.num_layers": 1,
@@ -149,7 +149,7 @@ def losses_of(config):
     """The training loss of each step of one run in this pool."""
     from trained import built
 
-    from labcode.train import run
+    from labcode.run import run
 
     training = built(config)
     rows = run.train(training)
@@ -194,7 +194,7 @@ def test_a_run_that_fails_is_a_row_and_is_tried_again_where_that_is_asked_for(tm
 
 @pytest.mark.release
 def test_a_run_that_gets_worse_has_diverged_and_one_that_learns_by_heart_has_not():
-    from labcode.teach.labs import l06_runs
+    from course.labs import l06_runs
 
     wild = {"optim.lr": 30.0, "optim.min_lr": 30.0, "optim.warmup_steps": 0}
     row = l06_runs.trained(wild | {"train.log_every": 1}, steps=30)
@@ -231,7 +231,7 @@ def test_a_run_that_does_not_end_is_ended(tmp_path):
 def test_a_sweep_that_was_killed_goes_on_with_the_missing_runs(tmp_path, survivors):
     words = [*WORDS, "--sweep.batch=4,8,16", "--seeds=1", "--sweep.at_once=1"]
     words += [f"--sweep.out={tmp_path}", "--train.steps=40"]
-    program = [sys.executable, "-m", "labcode.train.sweep", *words]
+    program = [sys.executable, "-m", "labcode.run.sweep", *words]
     table = tmp_path / "results.jsonl"
     with subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         until(table.exists)
@@ -249,7 +249,7 @@ def test_a_sweep_that_was_killed_goes_on_with_the_missing_runs(tmp_path, survivo
 
 
 def test_two_sweeps_do_not_share_a_folder(first, monkeypatch):
-    from labcode.train import run_lock
+    from labcode.run import run_lock
 
     out, _ = first
     monkeypatch.setattr(run_lock, "WAIT_S", 0.2)

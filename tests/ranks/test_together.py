@@ -3,7 +3,7 @@
 
 def attempt(rank, failing):
     """What this rank sees when the `failing` ranks raise."""
-    from labcode.comm.agreement import on_every_rank
+    from labcode.runtime.agreement import on_every_rank
 
     def work():
         if rank in failing:
@@ -25,7 +25,7 @@ def test_an_error_on_one_rank_reaches_all_as_one_message(ranks4):
 
 def check(rank, failing):
     """What this rank sees of three checks; `failing` is {rank: the check that fails on it}."""
-    from labcode.comm.agreement import agreed
+    from labcode.runtime.agreement import agreed
 
     made = []
 
@@ -57,7 +57,7 @@ def test_of_several_checks_the_first_that_fails_anywhere_is_told(ranks4):
 
 
 def first(rank, fail):
-    from labcode.comm.agreement import on_first_rank
+    from labcode.runtime.agreement import on_first_rank
 
     def work():
         if fail:

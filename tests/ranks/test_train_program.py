@@ -11,9 +11,9 @@ import pytest
 import torch
 from faults.waiting import until
 
-from labcode import processes
+from labcode.measure import metrics
 from labcode.perf.chrome_trace import PARTS
-from labcode.train import metrics
+from labcode.runtime import processes
 
 SMALL = [
     *(
@@ -231,7 +231,7 @@ def test_a_refused_grid_is_one_line_and_torchrun_reports_a_single_failure(tmp_pa
 
 BROKEN = """
 import sys
-from labcode.comm import bootstrap
+from labcode.runtime import bootstrap
 from labcode.data.text import TextDataset
 
 where, recipe = sys.argv[1:3]

@@ -9,6 +9,7 @@ from covering import covering
 
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, OptimConfig, ParallelConfig, ViTConfig
+from labcode.measure.steps import allocated_bytes, held_bytes
 from labcode.models import gpt, vit
 from labcode.models.parallelize import parallelize
 from labcode.perf.layout_memory import layout_memory
@@ -16,7 +17,6 @@ from labcode.perf.settings import Settings
 from labcode.perf.training_memory import training_memory
 from labcode.perf.transformer import Transformer
 from labcode.topology import GridShape
-from labcode.train.measure import allocated_bytes, held_bytes
 from labcode.train.optim import make_optimizer
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from labcode.teach.labs.l13_units import Speeds, play
+from course.labs.l13_units import Speeds, play
 
 SPEEDS = Speeds(forward_s=0.004, backward_s=0.008, message_s=0.003)
 LAYERS = 3

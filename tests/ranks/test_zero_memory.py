@@ -35,10 +35,10 @@ def held(
     import torch.distributed as dist
 
     from labcode.comm.grid import Grid
+    from labcode.measure.steps import held_bytes
     from labcode.models.gpt import GPT
     from labcode.models.lora import add_adapters
     from labcode.models.parallelize import parallelize
-    from labcode.train.measure import held_bytes
     from labcode.train.optim import make_optimizer
 
     grid = Grid.create(shape or GridShape(dp=dist.get_world_size()))
@@ -67,11 +67,11 @@ def held_and_recorded(parallel: ParallelConfig) -> tuple[tuple[int, int, int], l
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from labcode.comm.grid import Grid
+    from labcode.measure.memory_marks import MemoryMarks
+    from labcode.measure.steps import held_bytes
     from labcode.models.gpt import GPT
     from labcode.models.parallelize import parallelize
     from labcode.perf.memory_timeline import memory_timeline
-    from labcode.train.measure import held_bytes
-    from labcode.train.memory_marks import MemoryMarks
     from labcode.train.optim import make_optimizer
 
     grid = Grid.create(GridShape(dp=dist.get_world_size()))

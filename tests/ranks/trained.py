@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from labcode import combinations
-from labcode.comm.bootstrap import Place, World
 from labcode.comm.grid import Grid
+from labcode.runtime import combinations
+from labcode.runtime.bootstrap import Place, World
 from labcode.train.build import build
 from labcode.train.checkpoint.store import Checkpoints
 from labcode.train.tasks import make_task

@@ -7,10 +7,10 @@ import time
 
 from faults import waiting
 
+from labcode.measure import metrics
 from labcode.slurm.script import site
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
-from labcode.train import metrics
 
 LOCAL = dataclasses.replace(site.load("local"), python=sys.executable)
 TINY = {

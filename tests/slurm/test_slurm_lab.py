@@ -12,20 +12,20 @@ from pathlib import Path
 import pytest
 from answers import solution_of
 
+from course.answer import Hint
+from course.exercises import l14
+from course.labs import l14_cluster
+from course.labs.l14_scripts import Ended
 from labcode.minislurm import Cluster, needs
 from labcode.minislurm.place import base
+from labcode.run import scaling
 from labcode.slurm.lint.model import BatchJob
 from labcode.slurm.script.job import Job
-from labcode.teach.answer import Hint
-from labcode.teach.exercises import l14
-from labcode.teach.labs import l14_cluster
-from labcode.teach.labs.l14_scripts import Ended
-from labcode.train import scaling
 
 HELLO = """\
 import socket, sys
 import torch, torch.distributed as dist
-from labcode.comm import bootstrap
+from labcode.runtime import bootstrap
 
 HIDDEN = 64
 world = bootstrap.start(timeout_s=float(sys.argv[1]))

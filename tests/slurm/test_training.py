@@ -10,9 +10,9 @@ import pytest
 from submitted import ENDED, LOCAL, LONG, TINY, Submitted, command_line, job
 
 from labcode import recipes
+from labcode.measure import metrics
 from labcode.minislurm import Cluster
 from labcode.slurm.script.job import Job
-from labcode.train import metrics
 
 pytestmark = pytest.mark.timeout(900)  # each wait inside has its own limit
 

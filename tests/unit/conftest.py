@@ -8,7 +8,7 @@ import psutil
 import pytest
 from faults import waiting
 
-from labcode import processes
+from labcode.runtime import processes
 
 
 @pytest.fixture(scope="module")

@@ -17,28 +17,40 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMED_TEST = re.compile(r"(tests/[\w/]*test_\w+\.py)(?:::\s*(test_\w+))?")
 sys.path.insert(0, str(ROOT))
 
-from tools.rooms import DOORS, FLOORS, GROUND, NO_TORCH  # noqa: E402  (tools/ is not installed)
+from tools.rooms import (  # noqa: E402  (tools/ is not installed)
+    DOORS,
+    FLOORS,
+    GROUND,
+    NO_TORCH,
+    WITH_TORCH,
+)
 
-LABCODE = ROOT / "labcode"
-
-# what perf predicts, measured: these two need torch
-MEASURES = ("labcode.perf.saved_bytes",)
+PACKAGES = (ROOT / "labcode", ROOT / "course")
 NOT_FOR_DATA = {"perf", "slurm"}
 RANK_AWARE = ("labcode.comm", "labcode.parallel", "torch.distributed")
 GROUP_MAKERS = {"new_group", "new_subgroups", "split_group"}
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv", "expandvars")
-USE_TEACH = {"images.py", "maps.py", "handout.py"}  # of tools/: figures; solutions, packed
+USE_THE_COURSE = {"images.py", "maps.py", "handout.py"}  # of tools/: figures; solutions, packed
 READS_ENVIRONMENT = (
-    "labcode.comm.bootstrap",
+    "labcode.runtime.bootstrap",
     "labcode.doctor.__main__",  # looks for what is wrong in it
-    "labcode.fork_server",  # sets those of its children
-    "labcode.launch",  # hands its own on to its children
+    "course.pool.fork_server",  # sets those of its children
+    "labcode.runtime.launch",  # hands its own on to its children
     "labcode.slurm.run.client",  # takes a job's variables out of it, for the commands of SLURM
     "labcode.slurm.run.local",  # stands in for the shell, which expands the path of the runs
-    "labcode.teach.exercises.simulated.baton",  # gives each simulated rank what torchrun sets
+    "course.exercises.simulated.baton",  # gives each simulated rank what torchrun sets
     "labcode.train.__main__",  # says how the threads of OpenMP wait, before torch starts them
-    "labcode.teach.labs.l14_stand_in",  # stands in for SLURM, which hands its variables to jobs
+    "course.labs.l14_stand_in",  # stands in for SLURM, which hands its variables to jobs
 )
+
+
+def room_of(name: str) -> str:
+    """The room of a module: "comm" of labcode.comm.grid, "course" of course.labs.emulate."""
+    package, *rest = name.split(".")
+    if package == "course":
+        return package
+    first = rest[0] if rest else package
+    return "ground" if first in GROUND else first
 
 
 class Module:
@@ -48,8 +60,7 @@ class Module:
         self.file, self.text, self.tree = file, text, ast.parse(text)
         self.name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         self.package = file.endswith("__init__.py")
-        first = self.name.split(".")[1] if "." in self.name else "labcode"
-        self.room = "ground" if first in GROUND else DOORS.get(first, first)
+        self.room = DOORS.get(self.name) or room_of(self.name)
         self.imports = set(self._imports())
 
     def _imports(self):
@@ -85,9 +96,11 @@ def modules_of(sources):
 
 @pytest.fixture(scope="module")
 def house():
-    return modules_of(
-        {str(path.relative_to(ROOT)): path.read_text() for path in sorted(LABCODE.rglob("*.py"))}
-    )
+    sources = {}
+    for package in PACKAGES:
+        for path in sorted(package.rglob("*.py")):
+            sources[str(path.relative_to(ROOT))] = path.read_text()
+    return modules_of(sources)
 
 
 def edges(modules):
@@ -126,7 +139,7 @@ def imported_at_run_time(module, modules):
         if name == "import_module" and call.args:
             text = getattr(call.args[0], "values", call.args)[0]
             begun = str(getattr(text, "value", ""))
-            if begun.startswith("labcode."):
+            if begun.startswith(("labcode.", "course.")):
                 yield from (other for other in modules if other.startswith(begun))
 
 
@@ -152,7 +165,7 @@ def torch_without_leave(modules):
     """Modules of the ground and the planning side that reach torch, with the way they take."""
     graph = edges(modules)
     for start in modules.values():
-        if start.room not in NO_TORCH or start.name in MEASURES:
+        if start.room not in NO_TORCH or start.name in WITH_TORCH:
             continue
         queue, seen = [[start.name]], {start.name}
         while queue:
@@ -176,12 +189,12 @@ def minislurm_leaning_on_labcode(modules):
 
 
 def teachers_pets(modules):
-    """Whoever imports teach/ without being a lesson or a test."""
+    """What imports course/ without being a lesson or a test."""
     for module in modules.values():
-        if module.room != "teach" and any(
-            (name + ".").startswith("labcode.teach.") for name in module.imports
+        if module.room != "course" and any(
+            (name + ".").startswith("course.") for name in module.imports
         ):
-            yield f"{module.name} imports labcode.teach"
+            yield f"{module.name} imports course"
 
 
 def ranks_in_models(modules):
@@ -199,17 +212,17 @@ def ranks_in_models(modules):
 
 
 def groups_made_elsewhere(modules):
-    """Process groups made outside comm/grid.py, or the default group outside comm/bootstrap.py."""
+    """Groups made outside comm/grid.py, or the default group outside runtime/bootstrap.py."""
     for module in modules.values():
         for name, _ in module.calls():
             if name in GROUP_MAKERS and module.name != "labcode.comm.grid":
                 yield f"{module.name} calls {name}"
-            if name == "init_process_group" and module.name != "labcode.comm.bootstrap":
+            if name == "init_process_group" and module.name != "labcode.runtime.bootstrap":
                 yield f"{module.name} calls {name}"
 
 
 def hidden_state(modules):
-    """`global` statements, and environment variables outside comm/bootstrap.py."""
+    """`global` statements, and environment variables outside runtime/bootstrap.py."""
     for module in modules.values():
         if any(isinstance(node, ast.Global) for node in ast.walk(module.tree)):
             yield f"{module.name} has a global statement"
@@ -390,8 +403,8 @@ OFFENCES = {
     "a circle at run time": (
         circles,
         {
-            "labcode/teach/a.py": "import_module(f'labcode.teach.l{number}')",
-            "labcode/teach/l01.py": "from labcode.teach import a",
+            "course/a.py": "import_module(f'course.l{number}')",
+            "course/l01.py": "from course import a",
         },
     ),
     "torch through another room": (
@@ -400,11 +413,11 @@ OFFENCES = {
     ),
     "minislurm with the ground under it": (
         minislurm_leaning_on_labcode,
-        {"labcode/minislurm/a.py": "import labcode.units", "labcode/units.py": ""},
+        {"labcode/minislurm/a.py": "import labcode.runtime.units", "labcode/runtime/units.py": ""},
     ),
-    "teach in the library": (
+    "the course in the library": (
         teachers_pets,
-        {"labcode/train/a.py": "from labcode.teach import plot"},
+        {"labcode/train/a.py": "from course.figures import plot"},
     ),
     "a model that communicates": (
         ranks_in_models,
@@ -474,13 +487,13 @@ def test_each_law_catches_its_offence(name):
 def test_what_is_allowed_is_not_reported():
     modules = modules_of(
         {
-            "labcode/units.py": DOC,
+            "labcode/runtime/units.py": DOC,
             "labcode/comm/grid.py": DOC
             + "import torch\nfrom labcode import units\ndist.new_group([0])",
             "labcode/models/parallelize.py": DOC + "from labcode.comm import grid",
             "labcode/models/gpt_plan.py": DOC + "from labcode.parallel import tensor",
             "labcode/parallel/tensor.py": DOC + "a, b = (x for x in y if x)\nz = [0] * (n + 1)",
-            "labcode/launch.py": DOC + "import os\nrun(env=os.environ)",
+            "labcode/runtime/launch.py": DOC + "import os\nrun(env=os.environ)",
             "labcode/train/loop.py": DOC
             + "torch.load('x', weights_only=True)\nfrom labcode.models import parallelize",
         }
@@ -489,10 +502,16 @@ def test_what_is_allowed_is_not_reported():
         assert list(law(modules)) == []
 
 
-def test_nothing_outside_lessons_and_tests_uses_teach():
+def test_tools_and_benchmarks_use_of_the_course_its_catalog_ranks_and_figures():
     files = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
-    users = {path.name for path in files if "labcode.teach" in path.read_text()}
-    assert users == USE_TEACH
+    modules = modules_of({str(path.relative_to(ROOT)): path.read_text() for path in files})
+    users = set()
+    for module in modules.values():
+        for name in module.imports:
+            beyond = not f"{name}.".startswith(("course.catalog.", "course.pool."))
+            if name.startswith("course.") and beyond:
+                users.add(Path(module.file).name)
+    assert users == USE_THE_COURSE
 
 
 def test_import_labcode_brings_nothing_else():
@@ -505,9 +524,10 @@ def test_import_labcode_brings_nothing_else():
 
 
 def test_the_ground_and_the_planning_side_import_without_torch(house):
-    names = [
-        name for name, module in house.items() if module.room in NO_TORCH and name not in MEASURES
-    ]
+    names = []
+    for name, module in house.items():
+        if module.room in NO_TORCH and name not in WITH_TORCH:
+            names.append(name)
     load = f"[importlib.import_module(name) for name in {names!r}]"
     code = f"import importlib, sys; {load}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

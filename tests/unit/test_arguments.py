@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from labcode.arguments import Parser, UsageError, count, factor, new_file
+from labcode.runtime.arguments import Parser, UsageError, count, factor, new_file
 
 ROOT = Path(__file__).resolve().parents[2]
 # of a command that measures or predicts; neither is needed to read its options

@@ -11,7 +11,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from labcode import course as labcode_course  # noqa: E402
+from course import catalog  # noqa: E402
 from tools import (  # noqa: E402  (tools/ is not installed)
     book,
     book_api,
@@ -325,7 +325,7 @@ def test_code_that_names_the_library_is_linked():
 
 def test_links_hold_in_the_book_or_are_none():
     tree = ast.parse("")
-    module = book_api.Module("labcode.units", "labcode", "labcode/units.py", tree)
+    module = book_api.Module("labcode.runtime.units", "labcode", "labcode/runtime/units.py", tree)
     course = book.Course(ROOT, LESSONS, [], [module])
     lesson = BY_NUMBER["04"]
 
@@ -334,7 +334,7 @@ def test_links_hold_in_the_book_or_are_none():
 
     assert shown(f"[a](../{lesson.solution})") == f"[a]({lesson.stem}.ipynb)"
     assert shown("[a](../COURSE.md)") == "[a](index.md)"
-    assert shown("[a](../labcode/units.py)") == '<a href="source/labcode.units.html">a</a>'
+    assert shown("[a](../labcode/runtime/units.py)") == '<a href="source/labcode.units.html">a</a>'
     assert shown("[a](../INSTRUCTORS.md)") == "a (`INSTRUCTORS.md`)"
     assert shown("![a](../images/x.svg)") == "![a](images/x.svg)"
     assert shown("[a](https://x.org)") == "[a](https://x.org)"
@@ -373,15 +373,15 @@ def test_a_link_to_a_lesson_that_names_its_sections_leads_to_them():
 def test_the_page_of_the_ways_has_each_way_with_all_its_sections():
     page = book_ways.page("<!-- table -->\n\n<!-- ways -->", LESSONS)
     known = {lesson.number: lesson.sections for lesson in LESSONS}
-    for name, way in labcode_course.WAYS.items():
+    for name, way in catalog.WAYS.items():
         assert f'<a href="ways.html#{name}"><code>{name}</code></a> | {way.goal} |' in page
         _, _, rest = page.partition(f"## {name}\n")
         rest = rest.partition("\n## ")[0]
-        for stop in labcode_course.stops(way.taken, known):
+        for stop in catalog.stops(way.taken, known):
             for section in stop.taken:
                 assert f'"{book_ways.address(BY_NUMBER[stop.number], section)}"' in rest
         assert rest.count(".html#") == sum(
-            len(stop.taken) for stop in labcode_course.stops(way.taken, known)
+            len(stop.taken) for stop in catalog.stops(way.taken, known)
         )
 
 

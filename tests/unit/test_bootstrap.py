@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labcode.comm import bootstrap
-from labcode.comm.bootstrap import Place, choose_backend, choose_device, read_environment
+from labcode.runtime import bootstrap
+from labcode.runtime.bootstrap import Place, choose_backend, choose_device, read_environment
 
 TORCHRUN = {
     "RANK": "3",

@@ -34,10 +34,10 @@ LESSON = '''\
 
 # %%
 import os, sys, types
-from labcode.teach.answer import Exercise
-from labcode.teach.check import check
+from course.answer import Exercise
+from course.check import check
 exercises = {"99.1": Exercise(check=lambda answer: [None for _ in range(answer(1))] and None)}
-sys.modules["labcode.teach.exercises.l99"] = types.SimpleNamespace(EXERCISES=exercises)
+sys.modules["course.exercises.l99"] = types.SimpleNamespace(EXERCISES=exercises)
 print(os.getcwd())
 print(sys.prefix, file=sys.stderr)
 
@@ -131,7 +131,7 @@ print(area)
 
 def test_a_tagged_solution_becomes_a_module_with_the_imports_that_it_needs(tmp_path, capsys):
     source = tmp_path / "solutions" / "98_try.py"
-    module = tmp_path / "labcode/teach/labs/l98_by_hand.py"
+    module = tmp_path / "course/labs/l98_by_hand.py"
     source.parent.mkdir()
     module.parent.mkdir(parents=True)
     source.write_text(WITH_A_MODULE)

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from labcode import hardware, recipes
-from labcode.combinations import Resolved
-from labcode.comm.bootstrap import Place, World
+from labcode import recipes
 from labcode.config import ParallelConfig
+from labcode.run import capacity
+from labcode.run.capacity import check_memory
+from labcode.runtime import hardware
+from labcode.runtime.bootstrap import Place, World
+from labcode.runtime.combinations import Resolved
 from labcode.topology import GridShape
-from labcode.train import capacity
-from labcode.train.capacity import check_memory
 
 GPT_RUN = recipes.with_changes(recipes.gpt_tiny(), {"model.vocab_size": 83})
 VIT_RUN = recipes.vit_tiny()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from labcode.course import number_of
-from labcode.teach.figures import caption, plot
+from course.catalog import number_of
+from course.figures import caption, plot
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]*_*.py"))

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from labcode import course
-from labcode.pool.answers import RankError
-from labcode.pool.ranks import Ranks
-from labcode.teach import show
-from labcode.teach.answer import Exercise, Hint, due
-from labcode.teach.check import check, compare, hint, show_source, yours
-from labcode.teach.exercises import expect
+from course import catalog, show
+from course.answer import Exercise, Hint, due
+from course.check import check, compare, hint, show_source, yours
+from course.exercises import expect
+from course.pool.answers import RankError
+from course.pool.ranks import Ranks
 
 
 def call(answer):
@@ -27,7 +26,7 @@ def call(answer):
 @pytest.fixture(autouse=True)
 def lesson_99(monkeypatch):
     """The words of a lesson that does not exist."""
-    module = types.ModuleType("labcode.teach.exercises.l99")
+    module = types.ModuleType("course.exercises.l99")
     module.EXERCISES = {
         "99.1": Exercise(check=call),
         "99.2": Exercise(
@@ -36,7 +35,7 @@ def lesson_99(monkeypatch):
         "99.3": Exercise(hints=("only this",)),
     }
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("labcode.teach.check._right", {})
+    monkeypatch.setattr("course.check._right", {})
 
 
 @pytest.fixture
@@ -467,7 +466,7 @@ MISCALLED = {
 
 @pytest.mark.parametrize("case", MISCALLED)
 def test_a_wrong_call_of_check_is_no_wrong_answer(capsys, monkeypatch, case):
-    monkeypatch.setattr("labcode.teach.check._unsolved", ["99.2"])
+    monkeypatch.setattr("course.check._unsolved", ["99.2"])
     exercise, values, said = MISCALLED[case]
     answers = []
     for value in values:
@@ -493,9 +492,9 @@ def test_a_function_may_have_another_name_in_the_notebook(capsys):
 
 def test_every_exercise_refuses_a_call_with_too_few_or_too_many_values(capsys):
     folder = Path(__file__).parents[2] / "notebooks"
-    names = [name for lesson in course.lessons(folder) for name in lesson.exercises]
+    names = [name for lesson in catalog.lessons(folder) for name in lesson.exercises]
     for name in names:
-        call = course.check_calls(name.partition(".")[0], folder)[name]
+        call = catalog.check_calls(name.partition(".")[0], folder)[name]
         for answers in ((), (stub,) * 9):
             check(name, *answers)
             (line,) = capsys.readouterr().out.splitlines()
@@ -540,7 +539,7 @@ def test_in_a_notebook_the_place_of_the_solution_is_a_link(notebook, monkeypatch
     monkeypatch.chdir(folder)
     hint("1.1", 99)
     ((rich, plain),) = notebook
-    found = course.solution_of("1.1", folder)
+    found = catalog.solution_of("1.1", folder)
     assert plain.endswith(f"and the solution is in {found.place}")
     assert rich.endswith(f'<a href="{found.address}">{found.place}</a></div>')
 
@@ -776,7 +775,7 @@ def test_below_an_open_exercise_a_source_is_folded(notebook):
 
 def test_show_source_names_the_file_from_its_package_on(capsys):
     show_source(due)
-    assert capsys.readouterr().out.startswith("# labcode/teach/answer.py\ndef due(")
+    assert capsys.readouterr().out.startswith("# course/answer.py\ndef due(")
 
 
 @pytest.mark.parametrize("obj", [len, 3, functools.partial(twice, 1)])

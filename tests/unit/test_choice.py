@@ -120,7 +120,7 @@ def test_a_lesson_is_touched_by_its_code_and_quoted_outputs_and_not_by_its_prose
     assert lesson(before.replace("# Recap", "# In short")) == NOT
     assert lesson(before.replace("ranks.close()", "ranks.restart()")) == ITSELF
     assert lesson("") == ITSELF
-    assert changed.Change({"labcode/teach/exercises/l04.py"}).lessons["04"] == THROUGH
+    assert changed.Change({"course/exercises/l04.py"}).lessons["04"] == THROUGH
     assert changed.Change({"README.md"}).lessons["04"] == NOT
 
 
@@ -130,8 +130,8 @@ def test_a_lesson_is_touched_by_its_code_and_quoted_outputs_and_not_by_its_prose
 def test_what_all_checks_stand_on_touches_the_kept_answers(path):
     name = "tests/exercises/test_answers.py::test_a_right_answer_passes[3.5 x]"
     item = SimpleItem(name, "3.5")
-    assert changed.Change({f"labcode/teach/{path}"}).touches(item) == THROUGH
-    assert changed.Change({"labcode/teach/progress.py"}).touches(item) == NOT
+    assert changed.Change({f"course/{path}"}).touches(item) == THROUGH
+    assert changed.Change({"course/progress.py"}).touches(item) == NOT
 
 
 def test_what_tests_tell_a_story_of_is_there():

@@ -4,10 +4,10 @@ import csv
 
 import pytest
 
-from labcode import hardware
 from labcode.perf import alpha_beta
 from labcode.perf.cluster import cluster_names, gpu_names, load_cluster, load_gpu
 from labcode.perf.transformer import HARDWARE_DATA
+from labcode.runtime import hardware
 
 MINE = """\
 [mine]

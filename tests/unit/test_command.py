@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labcode import command, recipes
-from labcode.arguments import UsageError
+from labcode import recipes
+from labcode.runtime import command
+from labcode.runtime.arguments import UsageError
 from labcode.train import __main__ as train
 
 GPT = recipes.gpt_tiny()
@@ -221,19 +222,19 @@ def test_what_other_programs_call_a_field_leads_to_one_that_exists():
         "labcode.train gpt_tinny",
         "labcode.train gpt_tiny --parallel.tp 2",
         "labcode.train gpt_tiny --train.stepz 3",
-        "labcode.train.sweep gpt_tinny",
+        "labcode.run.sweep gpt_tinny",
         "labcode.slurm submitt gpt_tiny",
         "labcode.slurm lint nothing.sbatch",
         "labcode.perf plann",
         "labcode.perf plan --modell gpt2-xl",
         "labcode.doctor nonsense",
-        "labcode.train.dry_run --bad-option",
-        "labcode.train.dry_run 8 gpt_tiny --bad-option 3",
-        "labcode.train.watch --bad-option",
-        "labcode.train.export runs/x",
-        "labcode.train.profile --bad-option",
-        "labcode.train.scaling --bad-option",
-        "labcode.train.sweep gpt_tiny --bad-option",
+        "labcode.run.dry_run --bad-option",
+        "labcode.run.dry_run 8 gpt_tiny --bad-option 3",
+        "labcode.run.watch --bad-option",
+        "labcode.run.export runs/x",
+        "labcode.measure.profile --bad-option",
+        "labcode.run.scaling --bad-option",
+        "labcode.run.sweep gpt_tiny --bad-option",
         "labcode.data.generate --bad-option",
         "labcode nonsense",
     ],

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from labcode import combinations, recipes
+from labcode import recipes
 from labcode.config import TrainConfig
+from labcode.runtime import combinations
 from labcode.train.precision import check_device
 
 BLOCK = {"train.compile": "block"}

@@ -2,10 +2,10 @@
 
 import pytest
 
-from labcode.teach.answer import Hint
-from labcode.teach.exercises import solution
-from labcode.teach.exercises.contract import Case, Contract, Mistake, alike, differs, not_things
-from labcode.teach.exercises.solution import Solution
+from course.answer import Hint
+from course.exercises import solution
+from course.exercises.contract import Case, Contract, Mistake, alike, differs, not_things
+from course.exercises.solution import Solution
 
 SOURCE = '''# %% [markdown]
 # # A lesson

@@ -8,12 +8,11 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from labcode import __main__ as command
-from labcode import course
-from labcode.teach import progress, show
-from labcode.teach.answer import Exercise
-from labcode.teach.check import check
-from labcode.teach.figures import plot
+from course import __main__ as command
+from course import catalog, progress, show
+from course.answer import Exercise
+from course.check import check
+from course.figures import plot
 
 ROOT = Path(__file__).parents[2]
 SOLUTIONS = ROOT / "solutions"
@@ -49,7 +48,7 @@ def folder(tmp_path):
 
 
 def test_lessons(folder):
-    found = course.lessons(folder)
+    found = catalog.lessons(folder)
     assert [(lesson.number, lesson.title, lesson.minutes) for lesson in found] == [
         ("00", "Start here", 30),
         ("04", "DDP", None),
@@ -58,25 +57,25 @@ def test_lessons(folder):
 
 
 def test_the_solution_of_an_exercise_is_known_with_its_section(folder):
-    assert course.solution_of("4.1", folder) is None  # a copy of the course without solutions
+    assert catalog.solution_of("4.1", folder) is None  # a copy of the course without solutions
     solutions = folder.with_name("solutions")
     solutions.mkdir()
     (solutions / "04_ddp.ipynb").write_text("{}")
     place = "solutions/04_ddp.ipynb"
-    assert course.solution_of("4.1", folder) == (place, f"../{place}")
-    assert course.solution_of("9.9", folder) is None
+    assert catalog.solution_of("4.1", folder) == (place, f"../{place}")
+    assert catalog.solution_of("9.9", folder) is None
 
 
 def test_every_exercise_of_the_course_has_a_section_where_it_is_solved():
     folder = ROOT / "notebooks"
-    exercises = [name for lesson in course.lessons(folder) for name in lesson.exercises]
+    exercises = [name for lesson in catalog.lessons(folder) for name in lesson.exercises]
     assert len(exercises) > 100
     for name in exercises:
-        assert ", section " in course.solution_of(name, folder).place, name
-        calls = course.check_calls(name.partition(".")[0], folder)
+        assert ", section " in catalog.solution_of(name, folder).place, name
+        calls = catalog.check_calls(name.partition(".")[0], folder)
         assert calls[name].startswith(f'check("{name}", '), name
     topic = "solutions/01_processes_and_collectives.ipynb"
-    found = course.solution_of("1.1", folder)
+    found = catalog.solution_of("1.1", folder)
     assert found.place == f"{topic}, section 4"
     assert found.address == f"../{topic}#cell-id=section-4"
 
@@ -84,47 +83,47 @@ def test_every_exercise_of_the_course_has_a_section_where_it_is_solved():
 def test_the_folder_is_found_from_the_course_from_the_notebooks_and_from_elsewhere(
     folder, tmp_path
 ):
-    assert course.notebooks_folder(folder) == folder
-    assert course.notebooks_folder(tmp_path) == folder
+    assert catalog.notebooks_folder(folder) == folder
+    assert catalog.notebooks_folder(tmp_path) == folder
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    beside_the_library = course.notebooks_folder(elsewhere)
+    beside_the_library = catalog.notebooks_folder(elsewhere)
     assert beside_the_library is not None and beside_the_library.name == "notebooks"
 
 
 def test_what_passes_is_noted_once(folder):
-    assert course.passed(folder) == set()
-    assert course.record("4.2", folder)
-    first = (folder / course.PROGRESS).read_bytes()
-    assert course.record("4.2", folder)
-    assert (folder / course.PROGRESS).read_bytes() == first
-    assert course.record("0.1", folder)
-    assert course.passed(folder) == {"4.2", "0.1"}
+    assert catalog.passed(folder) == set()
+    assert catalog.record("4.2", folder)
+    first = (folder / catalog.PROGRESS).read_bytes()
+    assert catalog.record("4.2", folder)
+    assert (folder / catalog.PROGRESS).read_bytes() == first
+    assert catalog.record("0.1", folder)
+    assert catalog.passed(folder) == {"4.2", "0.1"}
 
 
 def test_nothing_is_noted_where_no_learner_works(folder, tmp_path):
     """Not for a solution, nor for an unknown exercise, nor where the builder runs a lesson."""
-    assert not course.record("7.1", folder)
-    assert not course.record("42.1", folder)
-    assert not course.record("4.1", tmp_path)
-    assert not (folder / course.PROGRESS).exists()
-    assert not (tmp_path / course.PROGRESS).exists()
+    assert not catalog.record("7.1", folder)
+    assert not catalog.record("42.1", folder)
+    assert not catalog.record("4.1", tmp_path)
+    assert not (folder / catalog.PROGRESS).exists()
+    assert not (tmp_path / catalog.PROGRESS).exists()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"passed": 3}'])
 def test_a_damaged_file_counts_as_empty(folder, content):
-    (folder / course.PROGRESS).write_text(content)
-    assert course.passed(folder) == set()
-    assert course.record("4.1", folder)
-    assert course.passed(folder) == {"4.1"}
+    (folder / catalog.PROGRESS).write_text(content)
+    assert catalog.passed(folder) == set()
+    assert catalog.record("4.1", folder)
+    assert catalog.passed(folder) == {"4.1"}
 
 
 def test_a_folder_that_cannot_be_written_disturbs_nobody(folder, monkeypatch):
     def full(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(course, "write_atomically", full)
-    assert not course.record("4.1", folder)
+    monkeypatch.setattr(catalog, "write_atomically", full)
+    assert not catalog.record("4.1", folder)
 
 
 def call(answer):
@@ -133,20 +132,20 @@ def call(answer):
 
 def test_check_notes_a_pass_in_a_notebook_alone(folder, monkeypatch, capsys):
     known = {number: Exercise(check=call) for number in ("4.1", "4.2")}
-    monkeypatch.setattr("labcode.teach.check._exercises", lambda exercise: known)
+    monkeypatch.setattr("course.check._exercises", lambda exercise: known)
     monkeypatch.chdir(folder)
     check("4.1", lambda: None)
-    assert course.passed(folder) == set()
+    assert catalog.passed(folder) == set()
     monkeypatch.setattr(show, "in_notebook", lambda: True)
     monkeypatch.setattr(show, "display", lambda *_, **__: None)
     check("4.2", lambda: 1 / 0)
-    assert course.passed(folder) == set()
+    assert catalog.passed(folder) == set()
     check("4.1", lambda: None)
-    assert course.passed(folder) == {"4.1"}
+    assert catalog.passed(folder) == {"4.1"}
 
 
 def test_the_command_prints_lessons_minutes_and_what_comes_next(folder, capsys):
-    course.record("0.1", folder)
+    catalog.record("0.1", folder)
     assert command.main([], folder) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["lesson", "minutes", "exercises"]
@@ -155,20 +154,20 @@ def test_the_command_prints_lessons_minutes_and_what_comes_next(folder, capsys):
     assert lines[-3] == "1 of 4 exercises done; all lessons together take 0 h 30 min."
     assert lines[-1] == "Next: exercise 0.2 in 00_start.ipynb"
     for exercise in ("0.2", "4.1", "4.2"):
-        course.record(exercise, folder)
+        catalog.record(exercise, folder)
     assert command.main([], folder) == 0
     assert capsys.readouterr().out.endswith("All exercises are done.\n")
 
 
 def test_a_way_is_printed_with_its_sections_and_hours(monkeypatch):
-    way = course.Way("Everything", {"00": (1, 3), "04": ()})
-    monkeypatch.setattr(course, "WAYS", {"all": way})
+    way = catalog.Way("Everything", {"00": (1, 3), "04": ()})
+    monkeypatch.setattr(catalog, "WAYS", {"all": way})
     parts = "## 1. A (core, 30 min)\n## 3. B (optional, 45 min)\n## Questions (core, 15 min)"
-    known = course.sections(parts)
+    known = catalog.sections(parts)
     assert [section.minutes for section in known] == [30, 45, 15]
     lessons = []
     for number in ("00", "04"):
-        lessons.append(course.Lesson(number, "", None, (), Path(), sections=known))
+        lessons.append(catalog.Lesson(number, "", None, (), Path(), sections=known))
     told = command.ways(lessons)
     assert told[:2] == ["all: Everything (2.0 hours)", "    00 §1, 3 (75 min) · 04 (45 min)"]
 
@@ -177,7 +176,7 @@ def test_the_ways_of_this_course_are_printed(capsys):
     assert command.main(["ways"], ROOT) == 0
     printed = capsys.readouterr().out
     missing = []
-    for name, way in course.WAYS.items():
+    for name, way in catalog.WAYS.items():
         if f"{name}: {way.goal} (" not in printed:
             missing.append(name)
     assert missing == []
@@ -186,7 +185,7 @@ def test_the_ways_of_this_course_are_printed(capsys):
 @pytest.fixture
 def on_way(tmp_path, monkeypatch):
     """The folder of a course of two lessons of three sections, and a way through it."""
-    monkeypatch.setattr(course, "WAYS", {"short": course.Way("Go", {"00": (1, 2), "04": (1, 3)})})
+    monkeypatch.setattr(catalog, "WAYS", {"short": catalog.Way("Go", {"00": (1, 2), "04": (1, 3)})})
     for stem in ("00_start", "04_ddp"):
         cells = []
         for section in (1, 2, 3):
@@ -220,7 +219,7 @@ def test_next_follows_the_way_that_was_chosen_from_section_to_section(on_way, ca
         "    00_start.ipynb, section 1: Part 1",
         "    00_start.ipynb, section 2: Part 2",
     ]
-    course.record("0.2", on_way)
+    catalog.record("0.2", on_way)
     follows = [
         "Next on the way short, up to exercise 4.3:",
         "    04_ddp.ipynb, section 1: Part 1",
@@ -228,33 +227,33 @@ def test_next_follows_the_way_that_was_chosen_from_section_to_section(on_way, ca
     ]
     assert printed([], on_way, capsys)[-3:] == follows
     assert printed(["way"], on_way, capsys)[2].endswith("✓ 0.2")
-    course.record("4.3", on_way)
+    catalog.record("4.3", on_way)
     assert printed([], on_way, capsys)[-1] == "All exercises on the way short are done."
     printed(["way", "off"], on_way, capsys)
     assert printed([], on_way, capsys)[-1] == "Next: exercise 0.3 in 00_start.ipynb"
 
 
 def test_the_end_of_a_section_says_where_the_way_goes_on(on_way):
-    course.record("0.2", on_way)
-    assert course.what_follows("0.2", on_way) is None  # no way is chosen
-    course.choose_way("short", on_way)
-    assert course.what_follows("0.2", on_way) == (
+    catalog.record("0.2", on_way)
+    assert catalog.what_follows("0.2", on_way) is None  # no way is chosen
+    catalog.choose_way("short", on_way)
+    assert catalog.what_follows("0.2", on_way) == (
         "Next on the way short: ",
         "04_ddp.ipynb, section 1, Part 1 (10 min)",
         "04_ddp.ipynb#cell-id=section-1",
     )
-    course.record("0.3", on_way)
-    assert course.what_follows("0.3", on_way) is None  # its section is not on the way
-    assert course.what_follows("4.3", on_way) is None  # it has not passed
-    course.record("4.3", on_way)
-    end = course.what_follows("4.3", on_way)
+    catalog.record("0.3", on_way)
+    assert catalog.what_follows("0.3", on_way) is None  # its section is not on the way
+    assert catalog.what_follows("4.3", on_way) is None  # it has not passed
+    catalog.record("4.3", on_way)
+    end = catalog.what_follows("4.3", on_way)
     assert end == ("This was the last section on the way short.", "", "")
 
 
 def test_the_end_of_a_way_names_what_is_open_on_it(on_way):
-    course.choose_way("short", on_way)
-    course.record("4.3", on_way)
-    end = course.what_follows("4.3", on_way)
+    catalog.choose_way("short", on_way)
+    catalog.record("4.3", on_way)
+    end = catalog.what_follows("4.3", on_way)
     assert end.head == "This was the last section on the way short; still open on it: 0.2."
 
 
@@ -263,7 +262,7 @@ def test_in_a_notebook_the_next_section_on_the_way_is_a_link(on_way, monkeypatch
     monkeypatch.setattr(show, "in_notebook", lambda: True)
     monkeypatch.setattr(show, "display", lambda data, raw: shown.append(data))
     monkeypatch.chdir(on_way)
-    course.choose_way("short", on_way)
+    catalog.choose_way("short", on_way)
     progress.record("0.2")
     place = "04_ddp.ipynb, section 1, Part 1 (10 min)"
     (data,) = shown
@@ -282,28 +281,28 @@ def test_a_lesson_marks_the_sections_of_the_way_and_says_where_it_goes_on(on_way
 def test_a_way_is_kept_beside_what_has_passed_and_an_unknown_one_is_refused(
     on_way, capsys, monkeypatch
 ):
-    course.record("4.2", on_way)
+    catalog.record("4.2", on_way)
     printed(["way", "short"], on_way, capsys)
-    assert course.passed(on_way) == {"4.2"}
-    course.record("4.3", on_way)
-    assert course.chosen_way(on_way) == "short"
+    assert catalog.passed(on_way) == {"4.2"}
+    catalog.record("4.3", on_way)
+    assert catalog.chosen_way(on_way) == "short"
     assert command.main(["way", "shirt"], on_way) == 2
     error = "error: unknown way 'shirt': did you mean short? there are short\n"
     assert capsys.readouterr().err == error
-    assert course.chosen_way(on_way) == "short"
+    assert catalog.chosen_way(on_way) == "short"
 
     def full(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(course, "write_atomically", full)
+    monkeypatch.setattr(catalog, "write_atomically", full)
     assert command.main(["way", "off"], on_way) == 2
     assert "cannot be kept" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", ['"gone"', "3", "null", '["ddp"]'])
 def test_a_way_that_there_is_not_counts_as_none(on_way, way):
-    (on_way / course.PROGRESS).write_text(f'{{"way": {way}}}')
-    assert course.chosen_way(on_way) is None
+    (on_way / catalog.PROGRESS).write_text(f'{{"way": {way}}}')
+    assert catalog.chosen_way(on_way) is None
 
 
 def test_the_command_without_torch(folder):
@@ -315,7 +314,7 @@ def test_the_command_without_torch(folder):
     assert done.stdout.splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize("module", ["labcode.train", "labcode.slurm", "labcode.train.dry_run"])
+@pytest.mark.parametrize("module", ["labcode.train", "labcode.slurm", "labcode.run.dry_run"])
 def test_a_python_without_the_packages_of_the_course_is_told_in_one_line(module):
     no_packages = [sys.executable, "-S", "-m", module, "gpt_tiny"]
     done = subprocess.run(no_packages, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -326,13 +325,13 @@ def test_a_python_without_the_packages_of_the_course_is_told_in_one_line(module)
 
 
 def test_the_command_where_there_is_no_course(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(course, "notebooks_folder", lambda _: None)
+    monkeypatch.setattr(catalog, "notebooks_folder", lambda _: None)
     assert command.main([], tmp_path) == 2
     assert capsys.readouterr().err.startswith("no lesson found: go to the folder")
 
 
 def test_the_picture_shows_the_lesson_one_is_in_and_the_whole_course(folder):
-    course.record("4.2", folder)
+    catalog.record("4.2", folder)
     picture = plot.progress(folder)
     told = "0 of 2 (lesson 00, Start here), 1 of 4 (all lessons)"
     assert picture.alt == f"Exercises that have passed: {told}"
@@ -344,16 +343,16 @@ def test_the_picture_shows_the_lesson_one_is_in_and_the_whole_course(folder):
         "1 of 4 exercises",
     ]
     for exercise in ("0.1", "0.2"):
-        course.record(exercise, folder)
+        catalog.record(exercise, folder)
     assert "1 of 2 (lesson 04, DDP)" in plot.progress(folder).alt
-    course.record("4.1", folder)
+    catalog.record("4.1", folder)
     assert "2 of 2 (lesson 04, DDP), 4 of 4 (all lessons)" in plot.progress(folder).alt
 
 
 def test_the_picture_shows_the_way_that_is_chosen(on_way):
-    course.choose_way("short", on_way)
-    course.record("4.3", on_way)
-    course.record("4.2", on_way)
+    catalog.choose_way("short", on_way)
+    catalog.record("4.3", on_way)
+    catalog.record("4.2", on_way)
     assert plot.progress(on_way).alt.endswith(": 1 of 2 (the way short), 2 of 4 (all lessons)")
 
 
@@ -370,13 +369,13 @@ def test_the_picture_stored_in_lesson_00_is_that_of_the_course(tmp_path):
 
 
 def test_the_file_is_readable(folder):
-    course.record("4.2", folder)
-    content = json.loads((folder / course.PROGRESS).read_text())
+    catalog.record("4.2", folder)
+    content = json.loads((folder / catalog.PROGRESS).read_text())
     assert list(content["passed"]) == ["4.2"]
 
 
 def test_the_command_shows_one_lesson_by_its_number_with_or_without_the_zero(folder, capsys):
-    known = course.lessons(folder)[0]
+    known = catalog.lessons(folder)[0]
     said = []
     for number in (known.number, str(int(known.number))):
         assert command.main([number], folder) == 0
@@ -403,7 +402,7 @@ def test_the_command_shows_one_lesson_by_its_number_with_or_without_the_zero(fol
         ("lesson 4", "python -m labcode 4"),
         ("train gpt_tiny --parallel.tp 2", "python -m labcode.train gpt_tiny --parallel.tp 2"),
         ("--doctor", "python -m labcode.doctor"),
-        ("watch runs/x", "python -m labcode.train.watch runs/x"),
+        ("watch runs/x", "python -m labcode.run.watch runs/x"),
         ("lab", "make lab"),
         ("next", "python -m labcode"),
         ("--version", "python -m labcode.doctor"),
@@ -422,7 +421,7 @@ def test_a_slip_is_one_line_that_says_what_to_type(typed, meant, folder, capsys)
 
 
 def test_an_exercise_and_a_notebook_lead_to_their_lesson(folder, capsys):
-    known = course.lessons(folder)[0]
+    known = catalog.lessons(folder)[0]
     for typed in (
         f"{int(known.number)}.1",
         known.notebook.name,
@@ -433,7 +432,7 @@ def test_an_exercise_and_a_notebook_lead_to_their_lesson(folder, capsys):
 
 
 def test_a_lesson_begins_anew_and_the_old_notebook_is_kept(folder, capsys):
-    known = course.lessons(folder)[0]
+    known = catalog.lessons(folder)[0]
     fresh = known.notebook.read_bytes()
     assert command.main(["reset", known.number], folder) == 2
     assert capsys.readouterr().err.startswith(f"error: git has no copy of {known.notebook.name}")
@@ -442,7 +441,7 @@ def test_a_lesson_begins_anew_and_the_old_notebook_is_kept(folder, capsys):
         subprocess.run([*git, *words], check=True)
     other = {"04.1": "2026-11-25"}
     done = {known.exercises[0]: "2026-11-25", **other}
-    (folder / course.PROGRESS).write_text(json.dumps({"passed": done}))
+    (folder / catalog.PROGRESS).write_text(json.dumps({"passed": done}))
     for number in (1, 2):
         mine = fresh.replace(b"\n", b"\n" * (number + 1), 1)
         known.notebook.write_bytes(mine)
@@ -450,7 +449,7 @@ def test_a_lesson_begins_anew_and_the_old_notebook_is_kept(folder, capsys):
         assert known.notebook.read_bytes() == fresh
         kept = folder / f"{known.notebook.stem}.yours-{number}.ipynb"
         assert kept.read_bytes() == mine and kept.name in capsys.readouterr().out
-    assert course.passed(folder) == {"04.1"}
+    assert catalog.passed(folder) == {"04.1"}
     before = set(folder.iterdir())
     assert command.main(["reset", known.number], folder) == 0
     assert f"{known.notebook.name} is as new: you had not" in capsys.readouterr().out

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from labcode.precision import debug_config
+from labcode.debug import debug_config
 
 RIGHT = """\
 stats:

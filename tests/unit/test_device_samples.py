@@ -11,8 +11,8 @@ from faults.forks import train
 from faults.waiting import pause
 
 from labcode.config import TrainConfig
-from labcode.train import device_samples, metrics
-from labcode.train.device_samples import DeviceSampler, GpuMeter, ProcessMeter, meter_for
+from labcode.measure import device_samples, metrics
+from labcode.measure.device_samples import DeviceSampler, GpuMeter, ProcessMeter, meter_for
 
 ARGS = ["gpt_tiny", "--model.num_layers=1", "--model.hidden_size=16", "--model.num_heads=2"]
 ARGS += ["--model.context_length=32", "--train.global_batch=4", "--train.log_every=1"]

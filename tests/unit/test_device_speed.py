@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from labcode.train import device_speed
+from labcode.measure import device_speed
 
 CPU = torch.device("cpu")
 

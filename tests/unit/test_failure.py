@@ -6,12 +6,12 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from labcode import recipes
-from labcode.comm import bootstrap
-from labcode.comm.agreement import PeerError
-from labcode.comm.bootstrap import Place
-from labcode.train import failure
-from labcode.train.failure import RefusedError
-from labcode.train.run_folder import RunFolder
+from labcode.run import failure
+from labcode.run.failure import RefusedError
+from labcode.run.run_folder import RunFolder
+from labcode.runtime import bootstrap
+from labcode.runtime.agreement import PeerError
+from labcode.runtime.bootstrap import Place
 
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device", "run/metrics.jsonl")
 

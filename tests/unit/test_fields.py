@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labcode import command, fields, recipes
+from labcode import recipes
 from labcode.config import (
     CheckpointConfig,
     Config,
@@ -26,6 +26,7 @@ from labcode.config import (
     ViTConfig,
     WeatherData,
 )
+from labcode.runtime import command, fields
 
 NUMBERS = (
     0,

@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 import torch
 
+from course.figures.attention import tiles
+from course.figures.plot import causal
 from labcode.parallel.attention_block import own_chunks, visible_block
-from labcode.teach.figures.attention import tiles
-from labcode.teach.figures.plot import causal
 
 ALT = "Four words at least"
 

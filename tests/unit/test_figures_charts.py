@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from labcode.teach.figures import plot
+from course.figures import plot
 
 ALT = "Four words at least"
 

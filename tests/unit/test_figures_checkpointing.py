@@ -2,7 +2,7 @@
 
 import pytest
 
-from labcode.teach.figures import checkpointing, plot
+from course.figures import checkpointing, plot
 
 ALT = "A sentence of some words"
 

@@ -4,9 +4,9 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
-from labcode.teach.figures import plot
-from labcode.teach.figures.collectives import ring_states
-from labcode.teach.figures.style import PALETTE
+from course.figures import plot
+from course.figures.collectives import ring_states
+from course.figures.style import PALETTE
 
 ALT = "Four words at least"
 SHEET = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")

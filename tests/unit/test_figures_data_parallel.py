@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from labcode import course
-from labcode.teach.figures import plot
-from labcode.teach.labs import l05_slow_link
-from labcode.train.sweep_table import Row
+from course import catalog
+from course.figures import plot
+from course.labs import l05_slow_link
+from labcode.run.sweep_table import Row
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
-FIGURES = ROOT / "labcode" / "teach" / "figures"
+FIGURES = ROOT / "course" / "figures"
 ALT = "Four words at least"
 
 
@@ -67,7 +67,7 @@ def test_each_rank_keeps_everything_but_its_activations():
 
 
 def test_the_lessons_that_divide_a_copy_are_named_as_the_course_has_them():
-    titles = {lesson.number: lesson.title.lower() for lesson in course.lessons(NOTEBOOKS)}
+    titles = {lesson.number: lesson.title.lower() for lesson in catalog.lessons(NOTEBOOKS)}
     text = next(word for word in words(plot.copies(2, alt=ALT)) if "Divided in lessons" in word)
     named = re.findall(r"^(\d\d) (.+)$", text.partition("Divided")[2], re.MULTILINE)
     assert [number for number, _ in named] == ["09", "12", "13"]

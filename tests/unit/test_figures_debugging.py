@@ -1,6 +1,6 @@
 """Drawings of precision debugging say in words what they show."""
 
-from labcode.teach.figures import plot
+from course.figures import plot
 from labcode.topology import GridShape
 
 ALT = "Four words at least"

@@ -4,8 +4,8 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import FancyBboxPatch
 
-from labcode.teach.figures import plot
-from labcode.teach.figures.style import colour_of
+from course.figures import plot
+from course.figures.style import colour_of
 from labcode.topology import GridShape
 
 ALT = "Four words at least"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labcode.teach.figures import plot
+from course.figures import plot
 
 ALT = "Four words at least"
 

@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
+from course.figures import plot
+from course.figures.layer import BLOCKS
+from course.figures.ring_attention import contributions, source_at
 from labcode.config import GPTConfig
 from labcode.perf.memory import layer_activations
-from labcode.teach.figures import plot
-from labcode.teach.figures.layer import BLOCKS
-from labcode.teach.figures.ring_attention import contributions, source_at
 from labcode.topology import GridShape
 
 ALT = "Four words at least"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.patches import FancyArrowPatch
 
-from labcode.teach.figures import plot
+from course.figures import plot
 
 ALT = "A sentence of some words"
 

@@ -3,11 +3,11 @@
 import pytest
 from matplotlib.colors import to_hex
 
+from course.figures import plot
+from course.figures.pipeline import KINDS, Note
+from course.figures.style import PALE
 from labcode.perf.pipeline import StageTimes, simulate
 from labcode.schedules import schedule
-from labcode.teach.figures import plot
-from labcode.teach.figures.pipeline import KINDS, Note
-from labcode.teach.figures.style import PALE
 
 UNIT = StageTimes(1e-3, 1e-3, 1e-3)
 ALT = "Four words at least"

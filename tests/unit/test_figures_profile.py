@@ -3,9 +3,9 @@
 import pytest
 from made_traces import MadeTrace
 
+from course.figures import plot
 from labcode.perf.breakdown import REASONS, breakdown, mean
 from labcode.perf.memory_timeline import CATEGORIES, MemoryTimeline
-from labcode.teach.figures import plot
 
 ALT = "Where the time of each step went"
 MIB = 2**20

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from labcode.teach.figures import plot
+from course.figures import plot
 from labcode.topology import GridShape
 
 ALT = "Four words at least"

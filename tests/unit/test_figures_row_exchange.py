@@ -1,7 +1,7 @@
 """The drawing of expert parallelism has the right rows in the right places."""
 
-from labcode.teach.figures import plot
-from labcode.teach.figures.row_exchange import stages
+from course.figures import plot
+from course.figures.row_exchange import stages
 
 CHOICES = [{"a": (2, 0), "b": (0, 3), "c": (1, 0)}, {"d": (2, 3), "e": (2, 3), "f": (2, 1)}]
 

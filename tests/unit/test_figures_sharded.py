@@ -2,8 +2,8 @@
 
 import pytest
 
-from labcode.teach.figures.plot import hybrid_sharding, tokens_that_hide, zero, zero_steps
-from labcode.teach.figures.sharded import SENT, UNITS
+from course.figures.plot import hybrid_sharding, tokens_that_hide, zero, zero_steps
+from course.figures.sharded import SENT, UNITS
 
 ALT = "Four words at least"
 

@@ -7,15 +7,15 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pytest
 
+from course.figures import plot
+from course.figures.style import PALETTE, colour_of, ink_on
 from labcode.parallel.sharding import Shard
 from labcode.perf.breakdown import StepTimes
 from labcode.perf.memory_timeline import CATEGORIES, MemoryTimeline
 from labcode.perf.pipeline import StageTimes, simulate
+from labcode.run.sweep_table import Row, Tradeoff
 from labcode.schedules import schedule
-from labcode.teach.figures import plot
-from labcode.teach.figures.style import PALETTE, colour_of, ink_on
 from labcode.topology import GridShape
-from labcode.train.sweep_table import Row, Tradeoff
 
 ALT = "Four words at least"
 MIB = 2**20

@@ -2,8 +2,8 @@
 
 import torch
 
-from labcode.teach.figures import plot
-from labcode.teach.figures.tensor_flow import LAYOUTS, NUMBERS
+from course.figures import plot
+from course.figures.tensor_flow import LAYOUTS, NUMBERS
 
 ALT = "Four words at least"
 

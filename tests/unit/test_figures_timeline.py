@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.colors import to_hex
 
-from labcode.teach.figures import plot
+from course.figures import plot
 
 ALT = "Four words at least"
 

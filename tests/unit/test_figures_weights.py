@@ -2,9 +2,9 @@
 
 import pytest
 
+from course.figures.plot import cuts
+from course.figures.weights import owners
 from labcode.parallel.sharding import Shard
-from labcode.teach.figures.plot import cuts
-from labcode.teach.figures.weights import owners
 
 ALT = "Four words at least"
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from labcode.file_kinds import kind_of
+from labcode.runtime.file_kinds import kind_of
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 50257, 3000)

@@ -5,7 +5,7 @@ import uuid
 
 import pytest
 
-from labcode import files
+from labcode.runtime import files
 
 
 def test_a_file_is_replaced_as_a_whole_and_nothing_is_left_beside_it(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from labcode.doctor import find_run
 from labcode.doctor.find_run import processes_of, runs_of_process
-from labcode.files import is_held
+from labcode.runtime.files import is_held
 
 # Stands in for rank 0: it holds the lock as RunLock does, without torch.
 HOLDER = """

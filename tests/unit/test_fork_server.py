@@ -11,7 +11,7 @@ import psutil
 import pytest
 from faults.waiting import until
 
-from labcode.fork_server import NUMBER, Child, ForkServer
+from course.pool.fork_server import NUMBER, Child, ForkServer
 
 
 @pytest.fixture(params=[True, False], ids=["forks", "spawns"])
@@ -171,7 +171,7 @@ def test_with_the_server_its_children_end(server, start, survivors):
 OWNER = """
 import sys, time
 from pathlib import Path
-from labcode.fork_server import ForkServer
+from course.pool.fork_server import ForkServer
 
 folder = Path(sys.argv[1])
 server = ForkServer([], folder)

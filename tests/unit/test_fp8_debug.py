@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from labcode.precision.debug_config import BLOCKS, CURRENT, DELAYED, GEMMS
+from labcode.debug.debug_config import BLOCKS, CURRENT, DELAYED, GEMMS
+from labcode.debug.fp8_debug import Cast, CastErrors, DebuggedFp8Product, count_errors
 from labcode.precision.formats import E4M3, E5M2, cast, scale_for
 from labcode.precision.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Fp8Product
-from labcode.precision.fp8_debug import Cast, CastErrors, DebuggedFp8Product, count_errors
 
 
 def results(multiply):

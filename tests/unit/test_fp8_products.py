@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from course.labs import l03_step
 from labcode.config import GPTConfig
 from labcode.models import gpt
 from labcode.parallel.linear import PLAIN_PRODUCT, linear
@@ -21,7 +22,6 @@ from labcode.precision.fp8 import (
     product,
     quantize,
 )
-from labcode.teach.labs import l03_step
 
 ONE = torch.ones(())
 

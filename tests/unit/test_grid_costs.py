@@ -2,8 +2,8 @@
 
 import pytest
 
+from course.labs.l08_costs import cheapest, costs, h100_nodes, table
 from labcode.recipes import gpt_shape
-from labcode.teach.labs.l08_costs import cheapest, costs, h100_nodes, table
 from labcode.topology import GridShape
 
 MODEL = gpt_shape("gpt_13b")

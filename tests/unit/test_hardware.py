@@ -5,7 +5,7 @@ import platform
 import psutil
 import pytest
 
-from labcode import hardware
+from labcode.runtime import hardware
 
 
 def test_mfu_is_a_fraction_of_a_known_peak_and_never_a_guess():

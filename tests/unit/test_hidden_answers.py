@@ -15,9 +15,9 @@ import jupytext
 import nbformat
 import pytest
 
-from labcode.course import number_of
-from labcode.teach.compare import WAYS
-from labcode.teach.figures import caption
+from course.catalog import number_of
+from course.compare import WAYS
+from course.figures import caption
 from tools.notebook_run import text_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -332,7 +332,7 @@ def touch(folder, *names):
         (["tf_model.h5", "config.json"], "from_tf=True"),
         (["snapshots/607a30d/config.json", "refs/main"], "is a folder of the hub's cache"),
         (["checkpoint-500/config.json", "checkpoint-1000/config.json"], "name one of them"),
-        (["weights.pt", "metrics.jsonl"], "python -m labcode.train.export"),
+        (["weights.pt", "metrics.jsonl"], "python -m labcode.run.export"),
         (
             ["lit_model.pth", "model_config.yaml", "config.json"],
             "is a checkpoint of LitGPT: litgpt",

@@ -10,7 +10,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from labcode.teach.figures.style import canvas, figure
+from course.figures.style import canvas, figure
 from tools import course_map, film, images, maps
 
 ALT = "A line that rises from left to right"

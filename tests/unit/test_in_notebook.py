@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from course.answer import Hint
+from course.exercises import in_notebook
+from course.exercises.in_notebook import bounded, without
 from labcode.comm import ring
-from labcode.teach.answer import Hint
-from labcode.teach.exercises import in_notebook
-from labcode.teach.exercises.in_notebook import bounded, without
 
 
 def two_lines():

@@ -55,7 +55,7 @@ def test_the_server_of_the_course_starts_kernels_with_it_and_a_pool_takes_its_pl
         text = "".join(message["content"].get("text", "") for message in seen)
         assert "this kernel has no ranks: run the first cell" in text
         code = (
-            "from labcode.pool import cells\n"
+            "from course.pool import cells\n"
             "class Pool:\n"
             "    def run_cell(self, source, name): print('on the ranks')\n"
             "pool = Pool()\n"

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 
-from labcode.teach.exercises import l02
-from labcode.teach.labs import l02_by_hand, l02_job, l02_weather
+from course.exercises import l02
+from course.labs import l02_by_hand, l02_job, l02_weather
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from labcode.teach.exercises import l03
-from labcode.teach.labs import l03_race
-from labcode.teach.labs.l03_step import (
+from course.exercises import l03
+from course.labs import l03_race
+from course.labs.l03_step import (
     NERSC_VIT,
     Batches,
     config,
@@ -16,7 +16,7 @@ from labcode.teach.labs.l03_step import (
     operations,
     recorded,
 )
-from labcode.train import roofline
+from labcode.measure import roofline
 
 
 def test_the_model_has_the_weights_that_the_lesson_says():

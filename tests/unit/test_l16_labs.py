@@ -6,12 +6,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from course.labs import l16_limited, l16_plan
+from course.labs.l16_by_hand import at_peak
+from course.labs.l16_limited import Outcome, Settings, show_log, train_within
+from course.labs.l16_memory import list_changes, recorded_step
 from labcode.models import gpt, layers
 from labcode.perf.training_memory import training_memory
-from labcode.teach.labs import l16_limited, l16_plan
-from labcode.teach.labs.l16_by_hand import at_peak
-from labcode.teach.labs.l16_limited import Outcome, Settings, show_log, train_within
-from labcode.teach.labs.l16_memory import list_changes, recorded_step
 
 SMALL = l16_plan.CASES[0].model
 DEEP = replace(SMALL, num_layers=8)
@@ -74,7 +74,7 @@ def test_the_list_of_changes_has_the_peak_of_its_timeline():
 
 def test_of_a_traceback_the_error_is_shown_and_the_calls_are_folded(monkeypatch):
     shown = []
-    monkeypatch.setattr("labcode.teach.show.say", lambda *both: shown.append(both))
+    monkeypatch.setattr("course.show.say", lambda *both: shown.append(both))
     calls = '  File "a.py", line 1, in <module>\n    run(x<y)\n'
     log = f"step 0\nTraceback (most recent call last):\n{calls}RuntimeError: no room\n"
     show_log(Outcome(log, 1, math.nan))

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from labcode.files import sync_folder
-from labcode.teach.labs import l17_faulty, l17_plan, l17_run, l17_silent
-from labcode.teach.labs.l17_disk import killed_in_the_middle, operations
+from course.labs import l17_faulty, l17_plan, l17_run, l17_silent
+from course.labs.l17_disk import killed_in_the_middle, operations
+from labcode.runtime.files import sync_folder
 
 FILES = {"a.bin": b"a" * 100, "b.bin": b"b" * 10}
 

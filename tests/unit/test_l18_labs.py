@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from course.labs import l18_gpt as lab
 from labcode.models import gpt
 from labcode.precision import formats, fp8
-from labcode.teach.labs import l18_gpt as lab
 
 
 def test_the_tensors_of_a_layer_are_those_of_one_step():

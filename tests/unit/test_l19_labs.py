@@ -6,8 +6,8 @@ import torch
 from nvdlfw_inspect.logging import MetricLogger
 from nvdlfw_inspect.registry import api_method
 
-from labcode.precision.feature import Feature
-from labcode.teach.labs import l19_runs as lab
+from course.labs import l19_runs as lab
+from labcode.debug.feature import Feature
 
 
 class Largest(Feature):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from course.labs import l20_plan as lab
 from labcode.perf import accuracy
 from labcode.perf.cluster import load_cluster
 from labcode.perf.estimate import BUSY_WITH_COLLECTIVES, estimate
@@ -12,7 +13,6 @@ from labcode.perf.flops import transformer_flops_per_sample
 from labcode.perf.plan import plan
 from labcode.perf.published import published_runs
 from labcode.perf.two_level import Placement, group_link
-from labcode.teach.labs import l20_plan as lab
 
 SELENE = lab.cluster("selene")
 LAYOUTS = {

@@ -4,16 +4,16 @@ import dataclasses
 
 import pytest
 
+from course.exercises import l21
+from course.labs import l20_plan
+from course.labs import l21_capstone as lab
+from course.labs.l20_plan import Layout
 from labcode.perf.cluster import load_cluster
+from labcode.runtime.units import GIB
 from labcode.slurm.run.submit import submit
 from labcode.slurm.script.predict import predicted
 from labcode.slurm.script.render import render
-from labcode.teach.exercises import l21
-from labcode.teach.labs import l20_plan
-from labcode.teach.labs import l21_capstone as lab
-from labcode.teach.labs.l20_plan import Layout
 from labcode.topology import GridShape
-from labcode.units import GIB
 
 CHOSEN = Layout(64, 4, 4, 1, 1, "none")
 NO_ZERO = CHOSEN._replace(zero=0)

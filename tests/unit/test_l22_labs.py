@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from labcode.teach.labs import l22_four_bits as lab
+from course.labs import l22_four_bits as lab
 
 
 def test_a_short_sum_is_exact_where_nothing_hangs_over():

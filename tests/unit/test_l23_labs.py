@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from course.labs import l23_experts as lab
 from labcode.models import moe
-from labcode.teach.labs import l23_experts as lab
 
 
 @pytest.mark.parametrize("name", lab.MIXTURES)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from labcode import hardware, launch, processes
+from labcode.runtime import hardware, launch, processes
 
 COMMON = """
 import atexit, os, subprocess, sys, time
@@ -129,7 +129,7 @@ def test_the_first_failure_is_the_error(module):
 
 def test_the_error_of_a_rank_while_another_waits_in_a_collective(module):
     name = module("""
-        from labcode.comm import bootstrap
+        from labcode.runtime import bootstrap
         import torch.distributed as dist
         bootstrap.start(timeout_s=3000)
         if rank == 1:
@@ -159,7 +159,7 @@ def test_other_ways_to_fail(module, code, reason):
 
 KILLED_WHILE_IT_NOTES = """
 import resource, signal, sys
-from labcode import launch_rank
+from labcode.runtime import launch_rank
 
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))  # the kernel ends it at the 21st byte
@@ -207,7 +207,7 @@ def test_a_time_out_ends_every_process(module, monkeypatch, living, survivors):
 
 
 LAUNCHER = """
-from labcode import launch, processes
+from labcode.runtime import launch, processes
 try:
     launch.run("job", nproc=2)
 finally:
@@ -287,7 +287,7 @@ def test_what_cannot_be_launched_is_one_line(odd, message):
 
 STOPPABLE = """
 import signal
-from labcode import processes
+from labcode.runtime import processes
 
 processes.end_with_parents(at_once=True)
 

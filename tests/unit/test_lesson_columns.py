@@ -50,4 +50,4 @@ def imports_of_the_first_cell(text: str) -> list[str]:
 def test_a_lesson_begins_with_at_most_eight_imports(source: Path) -> None:
     found = imports_of_the_first_cell(source.read_text())
     assert 0 < len(found) <= SET_UP_LINES
-    assert any(one.startswith("from labcode.lab import ") for one in found)
+    assert any(one.startswith("from course.lab import ") for one in found)

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-from labcode import combinations
-from labcode.command import parse
+from labcode.runtime import combinations
+from labcode.runtime.command import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "book" / "guide").glob("*.md"))]
@@ -121,7 +121,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "voca
 LLAMA |= {"num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 64}
 RUN_ELSEWHERE = (
     "python -m labcode.slurm submit",  # tests/slurm/test_submit.py
-    "python -m labcode.train.profile",  # tests/ranks/test_step_profiler.py
+    "python -m labcode.measure.profile",  # tests/ranks/test_step_profiler.py
 )
 
 

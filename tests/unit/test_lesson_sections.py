@@ -8,7 +8,7 @@ from pathlib import Path
 import jupytext
 import pytest
 
-from labcode import course
+from course import catalog
 from tools import course_map
 from tools.lesson_source import BEGIN, END, without_markers
 
@@ -30,13 +30,13 @@ def prose(source: Path) -> str:
 def test_each_section_says_how_long_it_takes_and_the_top_is_their_sum(source):
     text = prose(source)
     headings = re.findall(r"(?m)^## (.+)$", text)
-    timed = [heading for heading in headings if course.SECTION.match(f"## {heading}")]
+    timed = [heading for heading in headings if catalog.SECTION.match(f"## {heading}")]
     assert set(headings) - set(timed) <= set(WITHOUT_TIME)
     told = TIME.search(" ".join(text.split()))
     assert told, "write '**Time**: 90 minutes, and 15 more for what is optional.'"
     core = 0
     optional = 0
-    for section in course.sections(text):
+    for section in catalog.sections(text):
         if section.is_optional:
             optional += section.minutes
         else:
@@ -52,7 +52,7 @@ def sections_of(lesson: course_map.Lesson) -> set[int | None]:
 def test_what_a_lesson_needs_are_sections_that_exist(source):
     numbers = {lesson.number: lesson for lesson in LESSONS.values()}
     lesson = LESSONS[source.stem]
-    said = course.NEEDS.search(prose(source))
+    said = catalog.NEEDS.search(prose(source))
     assert said
     named = set(re.findall(r"\blessons? (\d\db?)", said[1]))
     assert named <= {need.lesson for need in lesson.needed}, "give the sections of each lesson"
@@ -66,22 +66,22 @@ def test_needs_are_read_for_all_sections_and_for_some():
         "lessons 01 (section 4) and 03b (sections 1 and\n3 to 5). For section 6 also lesson 04 "
         "(section 1) and lesson 08 (section 2); for sections 7 to 9 also lesson 02 (section 3)."
     )
-    assert course.needs(text) == (
+    assert catalog.needs(text) == (
         ("01", (4,), None),
         ("03b", (1, 3, 4, 5), None),
         ("04", (1,), (6,)),
         ("08", (2,), (6,)),
         ("02", (3,), (7, 8, 9)),
     )
-    assert course.needs("PyTorch on one device.") == ()
+    assert catalog.needs("PyTorch on one device.") == ()
 
 
-def missing(way: course.Way, lessons: dict[str, course_map.Lesson]) -> list[str]:
+def missing(way: catalog.Way, lessons: dict[str, course_map.Lesson]) -> list[str]:
     """What sections of a way need and no section before them on it gives."""
     sections = {lesson.number: lesson.sections for lesson in lessons.values()}
     passed: set[tuple[str, int | None]] = set()
     found = []
-    for stop in course.stops(way.taken, sections):
+    for stop in catalog.stops(way.taken, sections):
         taken = {section.number for section in stop.taken}
         for need in lessons[stop.number].needed:
             if need.of is not None and taken.isdisjoint(need.of):
@@ -93,10 +93,10 @@ def missing(way: course.Way, lessons: dict[str, course_map.Lesson]) -> list[str]
     return found
 
 
-@pytest.mark.parametrize("name", course.WAYS)
+@pytest.mark.parametrize("name", catalog.WAYS)
 def test_a_way_goes_through_sections_that_exist_and_gives_each_what_its_lesson_needs(name):
     lessons = {lesson.number: lesson for lesson in LESSONS.values()}
-    way = course.WAYS[name]
+    way = catalog.WAYS[name]
     for number, taken in way.taken.items():
         assert set(taken) <= sections_of(lessons[number]), number
     assert next(iter(way.taken)) == "00" and way.taken["00"][0] == 1, "how a lesson works"
@@ -105,14 +105,14 @@ def test_a_way_goes_through_sections_that_exist_and_gives_each_what_its_lesson_n
 
 def test_a_way_that_leaves_out_what_a_section_needs_is_found():
     lessons = {lesson.number: lesson for lesson in LESSONS.values()}
-    without = course.Way("", {"01": (1,), "04": (1,)})
+    without = catalog.Way("", {"01": (1,), "04": (1,)})
     assert missing(without, lessons) == [
         "01 §1 needs 00 §1",
         "01 §1 needs 00 §2",
         "04 §1 needs 01 §2",
     ]
-    for_another = course.Way("", {"03": (1,)})
-    of_this = course.Way("", {"03": (1, 2)})
+    for_another = catalog.Way("", {"03": (1,)})
+    of_this = catalog.Way("", {"03": (1, 2)})
     assert missing(for_another, lessons) == ["03 §1 needs 02 §1"]
     assert missing(of_this, lessons) == ["03 §1, 2 needs 02 §1", "03 §1, 2 needs 02 §2"]
 

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from labcode import combinations, recipes
+from labcode import recipes
 from labcode.config import GPTConfig, LoraConfig
 from labcode.models.gpt import GPT
 from labcode.models.layers import freeze, initialize
 from labcode.models.lora import LoraLinear, add_adapters, is_adapter, merged
+from labcode.runtime import combinations
 
 CONFIG = GPTConfig(
     vocab_size=19, context_length=8, num_layers=2, num_heads=2, hidden_size=12, ffn_size=20

@@ -6,11 +6,11 @@ from made_traces import HOST, MadeTrace
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from labcode.config import GPTConfig
+from labcode.measure.memory_marks import MemoryMarks
+from labcode.measure.ranges import StepRanges
 from labcode.models import gpt, layers
 from labcode.perf.memory_timeline import CATEGORIES, mark_name, memory_timeline
 from labcode.perf.saved_bytes import saved_bytes
-from labcode.train.memory_marks import MemoryMarks
-from labcode.train.ranges import StepRanges
 
 CONFIG = GPTConfig(vocab_size=64, context_length=64, num_layers=3, num_heads=4, hidden_size=64)
 

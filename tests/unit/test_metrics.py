@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from labcode.train import metrics
+from labcode.measure import metrics
 
 ROWS = [{"step": step, "loss": 3.0 - step / 10} for step in range(1, 5)]
 

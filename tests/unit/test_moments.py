@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from labcode.precision.moments import STATISTICS, Moments, combined, measure
+from labcode.debug.moments import STATISTICS, Moments, combined, measure
 
 WHOLE = torch.randn(301, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 3
 

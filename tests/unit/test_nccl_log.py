@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from matplotlib.patches import Circle, FancyArrowPatch
 
+from course.figures import plot
+from course.figures.style import Picture
+from course.labs import l14_nccl_example
 from labcode.doctor.nccl_log import Communicator, Interface, NcclLink, Rank, TreeNode, parse
-from labcode.teach.figures import plot
-from labcode.teach.figures.style import Picture
-from labcode.teach.labs import l14_nccl_example
 
 
 def two_nodes(network: str = "NET/IB/{nic}/GDRDMA", prefix: str = "") -> str:

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from labcode import combinations, recipes
+from labcode import recipes
+from labcode.runtime import combinations
 from labcode.train.noise_scale import estimate
 
 DIM = 20

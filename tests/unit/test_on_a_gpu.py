@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from labcode import combinations
-from labcode.command import parse
+from labcode.runtime import combinations
+from labcode.runtime.command import parse
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "on_a_gpu.py"
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from labcode import combinations, recipes
+from labcode import recipes
 from labcode.config import GPTConfig, OptimConfig
 from labcode.models.gpt import GPT
 from labcode.models.layers import freeze
+from labcode.runtime import combinations
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
 
 CONFIG = OptimConfig(lr=1e-2, min_lr=1e-3, warmup_steps=10)

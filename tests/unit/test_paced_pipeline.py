@@ -2,9 +2,9 @@
 
 import pytest
 
+from course.labs import l12_paced_pipeline
 from labcode.perf.pipeline import StageTimes, simulate
 from labcode.schedules import schedule
-from labcode.teach.labs import l12_paced_pipeline
 
 UNIT = StageTimes(1e-3, 1e-3, 1e-3)
 

@@ -12,7 +12,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from labcode import course
+from course import catalog
 from tools import course_map, learner_memory, pages
 
 LESSONS = course_map.lessons()
@@ -29,7 +29,7 @@ def test_a_schedule_fits_its_time_and_teaches_what_a_lesson_needs_before_it(sche
     sections = {lesson.number: lesson.sections for lesson in LESSONS}
     taught = set()
     for unit in schedule.units:
-        stops = course.stops(unit, sections)
+        stops = catalog.stops(unit, sections)
         assert sum(stop.minutes for stop in stops) <= schedule.minutes
         for stop in stops:
             assert set(stop.sections) <= {section.number for section in sections[stop.number]}

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from labcode import combinations, recipes
+from labcode import recipes
 from labcode.config import GPTConfig, ParallelConfig, ViTConfig
+from labcode.runtime import combinations
 from labcode.topology import GridShape
 
 GPT = GPTConfig(vocab_size=83, context_length=48, num_heads=6, hidden_size=48, num_kv_heads=2)

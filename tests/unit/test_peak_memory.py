@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ASK = "import torch; from labcode.train.measure import peak_memory_bytes; "
+ASK = "import torch; from labcode.measure.steps import peak_memory_bytes; "
 ASK += "print(peak_memory_bytes(torch.device('cpu')))"
 
 

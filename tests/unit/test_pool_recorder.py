@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labcode.pool import record, recorder
-from labcode.pool.recorder import CollectiveMismatch, Recorder
+from course.pool import record, recorder
+from course.pool.recorder import CollectiveMismatch, Recorder
 
 ALL_REDUCE, BROADCAST = (record.NAMES.index(name) for name in ("all_reduce", "broadcast"))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from labcode import processes
+from labcode.runtime import processes
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_ending_what_has_ended_is_fine(start):
 # A launcher starts an agent, the agent a rank, as `launch` does with torchrun; the rank has a
 # worker.
 AGENT = """
-import labcode.processes
+import labcode.runtime.processes
 command = [sys.executable, "-c", {rank!r}]
 subprocess.Popen(command, start_new_session=True)
 tell("agent")
@@ -117,7 +117,7 @@ sleep()
 """
 RANK = """
 from common import *
-from labcode import processes
+from labcode.runtime import processes
 processes.end_with_parents({others}before_end=lambda: Path("kept").unlink())
 subprocess.Popen([sys.executable, "-m", "sleeper", "worker"])
 tell("rank")
@@ -161,7 +161,7 @@ def test_a_module_is_run_with_its_arguments_and_ends_with_its_parent(start, unti
     parent = start(
         f"""
         subprocess.Popen(
-            [sys.executable, "-m", "labcode.processes", "{os.getpid()}", "sleeper", "name"]
+            [sys.executable, "-m", "labcode.runtime.processes", "{os.getpid()}", "sleeper", "name"]
         )
         sleep()
         """
@@ -178,7 +178,7 @@ parent = os.getppid()
 tell("rank")
 while not Path("agent is gone").exists():  # as if it imported torch meanwhile
     time.sleep(0.02)
-from labcode import processes
+from labcode.runtime import processes
 processes.end_with_parents(at_once=True, parent=parent)
 sleep()
 """
@@ -196,7 +196,7 @@ def test_a_rank_whose_agent_ended_while_it_started_ends_at_once(start, until, su
 
 STOPPED_RANK = """
 from common import *
-from labcode import processes
+from labcode.runtime import processes
 processes.end_with_parents(at_once=True)
 tell("rank")
 os.kill(os.getpid(), signal.SIGSTOP)
@@ -221,7 +221,8 @@ def test_a_module_that_ends_with_its_parent_removes_its_folder(start, until, sur
     parent = start(
         f"""
         options = ["--remove", "folder", "{os.getpid()}"]
-        subprocess.Popen([sys.executable, "-m", "labcode.processes", *options, "sleeper", "name"])
+        command = [sys.executable, "-m", "labcode.runtime.processes", *options, "sleeper", "name"]
+        subprocess.Popen(command)
         sleep()
         """
     )
@@ -239,7 +240,7 @@ def test_a_folder_is_removed_although_the_process_that_wants_it_is_ended(start, 
         Path("folder", str(name)).touch()
     process = start(
         """
-        from labcode import processes
+        from labcode.runtime import processes
         processes.remove_from_outside("folder")
         tell("asked")
         sleep()
@@ -254,7 +255,7 @@ def test_a_folder_is_removed_although_the_process_that_wants_it_is_ended(start, 
 # A C++ object that aborts when the process takes itself apart, as torch's threads sometimes do.
 ABORTS_AT_THE_END = """if True:
     import ctypes, sys
-    from labcode.processes import Ending
+    from labcode.runtime.processes import Ending
 
     ending = Ending()
     libc = ctypes.CDLL(None)
@@ -281,7 +282,7 @@ def test_a_process_that_has_done_its_work_ends_before_anything_can_abort_it(code
 def test_what_a_process_wrote_to_files_that_are_still_open_is_in_them(tmp_path):
     program = f"""if True:
         import sys
-        from labcode.processes import Ending
+        from labcode.runtime.processes import Ending
 
         ending = Ending()
         text = open({str(tmp_path / "text")!r}, "w")
@@ -296,7 +297,9 @@ def test_what_a_process_wrote_to_files_that_are_still_open_is_in_them(tmp_path):
 
 
 def test_a_process_that_fails_ends_with_its_traceback():
-    program = "from labcode.processes import Ending\nending = Ending()\nending.with_code(1 / 0)"
+    program = (
+        "from labcode.runtime.processes import Ending\nending = Ending()\nending.with_code(1 / 0)"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr

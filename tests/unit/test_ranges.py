@@ -7,8 +7,8 @@ import torch
 from faults.waiting import pause
 from torch.profiler import ProfilerActivity, profile
 
-from labcode.train import ranges as module
-from labcode.train.ranges import StepRanges
+from labcode.measure import ranges as module
+from labcode.measure.ranges import StepRanges
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 import jupytext
 import pytest
 
-from labcode import hardware
 from labcode.perf.cluster import cluster_names, gpu_names, load_cluster, load_gpu
+from labcode.runtime import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSONS = sorted((ROOT / "solutions").glob("*.py"))

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labcode.teach.answer import Hint
-from labcode.teach.exercises.rehearsal import rehearse, tell
+from course.answer import Hint
+from course.exercises.rehearsal import rehearse, tell
 
 HEADER = """import os
 from pathlib import Path

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch.distributed as dist
 
-from labcode.comm import meeting
-from labcode.comm.meeting import MeetingError, RollCallError
-from labcode.comm.place import Place
+from labcode.runtime import meeting
+from labcode.runtime.meeting import MeetingError, RollCallError
+from labcode.runtime.place import Place
 
 
 @pytest.fixture

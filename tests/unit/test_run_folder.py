@@ -6,9 +6,9 @@ import os
 import pytest
 
 from labcode import recipes
-from labcode.train import run_folder, run_lock
-from labcode.train.run_folder import RunFolder
-from labcode.train.run_lock import RunLock
+from labcode.run import run_folder, run_lock
+from labcode.run.run_folder import RunFolder
+from labcode.run.run_lock import RunLock
 
 UNFINISHED = "weights.pt." + "0" * 32 + ".partial"
 

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from labcode.train import metrics, scaling
+from labcode.measure import metrics
+from labcode.run import scaling
 
 
 def write_run(folder, *, ranks, batch, samples_per_s, losses, recipe="vit_tiny", rows=3):
@@ -103,4 +104,4 @@ def test_what_cannot_be_compared_is_one_line(folders, words, said, capsys, monke
 
 def test_help_is_printed(capsys):
     assert scaling.main(["--help"]) == 0
-    assert "usage: python -m labcode.train.scaling RUN RUN" in capsys.readouterr().out
+    assert "usage: python -m labcode.run.scaling RUN RUN" in capsys.readouterr().out

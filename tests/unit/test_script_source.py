@@ -2,10 +2,10 @@
 
 import pytest
 
-from labcode import launch
-from labcode.teach.answer import Hint
-from labcode.teach.exercises import scripts
-from labcode.teach.exercises.scripts import missing_names
+from course.answer import Hint
+from course.exercises import scripts
+from course.exercises.scripts import missing_names
+from labcode.runtime import launch
 
 HEADER = "import torch\nfrom somewhere import build_model as make\n"
 KNOWN = """

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from labcode.teach.answer import Hint
-from labcode.teach.exercises import expect
-from labcode.teach.exercises.memory import KeptForBackward
-from labcode.teach.exercises.simulated import Endless, Mismatch, Stuck, here, simulate
+from course.answer import Hint
+from course.exercises import expect
+from course.exercises.memory import KeptForBackward
+from course.exercises.simulated import Endless, Mismatch, Stuck, here, simulate
 
 # ---- what goes wrong
 

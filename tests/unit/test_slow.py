@@ -1,6 +1,6 @@
 """When a rank is named as slow."""
 
-from labcode.train.slow import IN_A_ROW, SlowRanks
+from labcode.measure.slow import IN_A_ROW, SlowRanks
 
 FOUR = [[0, 1, 2, 3]]
 HOSTS = ["n1", "n1", "n2", "n2"]

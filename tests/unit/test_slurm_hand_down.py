@@ -12,7 +12,7 @@ import psutil
 import pytest
 from faults.waiting import pause
 
-from labcode import processes
+from labcode.runtime import processes
 from labcode.slurm import hand_down
 
 TEXT = hand_down.PATH.read_text()

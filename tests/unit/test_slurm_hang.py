@@ -3,7 +3,7 @@
 import pickle
 from pathlib import Path
 
-from labcode.teach.labs import l14_hang
+from course.labs import l14_hang
 
 STACK = """\
 Timeout (0:00:05)!

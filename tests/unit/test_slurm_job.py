@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from labcode.command import parse
+from labcode.runtime.command import parse
 from labcode.slurm.script.job import Job
 
 

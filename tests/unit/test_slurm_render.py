@@ -148,7 +148,7 @@ def nasty_script(text, line):
                 job,
                 module="labcode.train",
                 recipe="gpt_tiny",
-                # a path of a run is on one line: `labcode.fields` refuses any other
+                # a path of a run is on one line: `labcode.runtime.fields` refuses any other
                 overrides=("--data.path", f"x{line}"),
             ),
             site,

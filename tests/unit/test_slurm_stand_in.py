@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from faults.waiting import HANG_S, comes
 
-from labcode.teach.labs.l14_stand_in import FAILED_RANKS, FAILING, StandInJob, split_options
+from course.labs.l14_stand_in import FAILED_RANKS, FAILING, StandInJob, split_options
 
 HEAD = """\
 #!/bin/bash

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labcode.suggest import closest, did_you_mean, meant, unknown
+from labcode.runtime.suggest import closest, did_you_mean, meant, unknown
 
 RECIPES = ("gpt_tiny", "gpt_10m", "vit_tiny")
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from labcode.train import sweep_table
-from labcode.train.sweep_table import DIVERGED, FAILED, Row, fit_tradeoff, steps_to
+from labcode.run import sweep_table
+from labcode.run.sweep_table import DIVERGED, FAILED, Row, fit_tradeoff, steps_to
 
 ROW = Row(
     "a1",

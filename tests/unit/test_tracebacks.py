@@ -12,14 +12,14 @@ from nbformat.v4 import new_code_cell
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from labcode.teach import tracebacks  # noqa: E402
+from course import tracebacks  # noqa: E402
 from labcode.topology import GridShape  # noqa: E402
 from tools.notebook_run import ANSI, OwnKernelManager, text_of  # noqa: E402  (not installed)
 
 CELLS = {
     "set-up": """
-        from labcode.teach.check import compare
-        from labcode.teach.progress import following, status
+        from course.check import compare
+        from course.progress import following, status
         from labcode.topology import GridShape
     """,
     "an error of the library": """
@@ -51,7 +51,7 @@ CELLS = {
         status()
     """,
     "a pool that starts": """
-        from labcode.pool.ranks import Ranks
+        from course.pool.ranks import Ranks
         print(Ranks.announce is status)
         Ranks.announce("starting 4 ranks")
         Ranks.announce("")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from labcode import units
+from labcode.runtime import units
 
 SI_SIZES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 BINARY_SIZES = {"B": 1, "KiB": units.KIB, "MiB": units.MIB, "GiB": units.GIB, "TiB": units.TIB}

@@ -10,8 +10,8 @@ import pytest
 from faults.forks import start
 from faults.waiting import pause
 
-from labcode.train import reference_runs, run_files, run_lock, watch
-from labcode.train.run_files import look, newest_run, table, trend
+from labcode.run import reference_runs, run_files, run_lock, watch
+from labcode.run.run_files import look, newest_run, table, trend
 
 ARGS = ["gpt_tiny", "--model.num_layers=1", "--model.hidden_size=16", "--model.num_heads=2"]
 ARGS += ["--model.context_length=32", "--train.global_batch=4", "--train.log_every=1"]
@@ -168,7 +168,7 @@ def test_in_a_notebook_one_figure_replaces_itself(tmp_path, monkeypatch):
 
 def test_the_program_shows_a_run_without_waiting_for_torch(tmp_path):
     write_run(tmp_path / "runs" / "run-001")
-    code = "import sys, labcode.train.watch as w; code = w.main(sys.argv[1:]); "
+    code = "import sys, labcode.run.watch as w; code = w.main(sys.argv[1:]); "
     code += "print('torch' in sys.modules, code)"
     for arguments in ([], ["runs/run-001", "--over", "none"]):
         done = subprocess.run(
@@ -218,10 +218,10 @@ def test_a_misspelled_run_is_answered_at_once_with_the_nearest_and_those_that_ex
 @pytest.mark.parametrize(
     "words",
     [
-        "labcode.train.export runs/gpt_tiny-01 out",
-        "labcode.train.profile runs/gpt_tiny-01",
-        "labcode.train.scaling runs/gpt_tiny-01",
-        "labcode.precision.bisect runs/gpt_tiny-01 runs/gpt_tiny-001",
+        "labcode.run.export runs/gpt_tiny-01 out",
+        "labcode.measure.profile runs/gpt_tiny-01",
+        "labcode.run.scaling runs/gpt_tiny-01",
+        "labcode.debug.bisect runs/gpt_tiny-01 runs/gpt_tiny-001",
     ],
 )
 def test_every_command_that_takes_a_run_says_which_one_is_near(

@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from labcode import command, recipes  # noqa: E402
+from labcode import recipes  # noqa: E402
+from labcode.runtime import command  # noqa: E402
 from tools import course_map  # noqa: E402  (tools/ is not installed)
 
 PAGE = (ROOT / "book" / "guide" / "your_framework.md").read_text(encoding="utf-8")

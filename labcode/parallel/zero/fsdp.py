@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from labcode.comm import bootstrap
 from labcode.comm.grid import Grid
 from labcode.parallel.buckets import make_copies_equal
+from labcode.runtime import bootstrap
 
 
 class TorchFullyShardedModule(nn.Module):

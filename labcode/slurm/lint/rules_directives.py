@@ -2,11 +2,11 @@
 
 import re
 
+from labcode.runtime.suggest import did_you_mean, meant
 from labcode.slurm.lint.model import BatchJob, gpus
 from labcode.slurm.lint.options import OPTIONS, SRUN_ONLY
 from labcode.slurm.lint.parse import directive_options
 from labcode.slurm.lint.rule import Facts, Found, collector
-from labcode.suggest import did_you_mean, meant
 
 RULES, rule = collector()
 _AS_WRITTEN = {"comment", "export", "job-name", "wrap"}  # here a `$` does no harm

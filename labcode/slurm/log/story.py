@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from labcode.runtime.units import ranks_text
+from labcode.runtime.waits import Call, Standing, describe
 from labcode.slurm.log.ends import Ends
 from labcode.slurm.log.kinds import (
     ABORTED,
@@ -38,8 +40,6 @@ from labcode.slurm.log.kinds import (
     kind_of,
 )
 from labcode.slurm.log.lines import LogLine, is_elastic, read_lines
-from labcode.units import ranks_text
-from labcode.waits import Call, Standing, describe
 
 LONGEST = 240  # characters of a line that are shown
 GOES_ON = 3  # lines as before, from the same rank: then an error has ended nothing

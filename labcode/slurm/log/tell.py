@@ -13,9 +13,9 @@ Held by: tests/unit/test_job_log.py
 
 from collections.abc import Iterable
 
+from labcode.runtime.units import ranks_text
 from labcode.slurm.log.kinds import IMPORT, NCCL_WARNING, TIME_OUT, Order
 from labcode.slurm.log.story import LONGEST, Event, Story
-from labcode.units import ranks_text
 
 MOST_CONSEQUENCES = 8
 ALL_WAIT = ";"  # between who waits here and who waits there

@@ -21,14 +21,14 @@ from pathlib import Path
 
 import psutil
 
-from labcode import launch, processes
-from labcode.hardware import gpus_of_driver, usable_cores
+from labcode.runtime import launch, processes
+from labcode.runtime.hardware import gpus_of_driver, usable_cores
+from labcode.runtime.units import plural
 from labcode.slurm.run.answers import FINAL, JobInfo
 from labcode.slurm.run.handle import Handle
 from labcode.slurm.run.supervisor import GRACE_S, MODULE, OWN_PID, Plan, Record
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.site import Site
-from labcode.units import plural
 
 
 class LocalHandle(Handle):
@@ -166,7 +166,7 @@ def _agent(job: Job, node: int, number: str, port: int, out: str, gpus: int) -> 
         nproc=job.ranks_per_node,
     )
     settings = [f"{name}={value}" for name, value in env.items()]
-    rank = ["-m", "labcode.processes", OWN_PID, job.module, *job.arguments(out)]
+    rank = ["-m", "labcode.runtime.processes", OWN_PID, job.module, *job.arguments(out)]
     return ["env", *settings, *torchrun, *rank]
 
 

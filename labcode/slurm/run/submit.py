@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from labcode.files import write_atomically
+from labcode.runtime.files import write_atomically
 from labcode.slurm.lint.linter import lint
 from labcode.slurm.run.client import Client
 from labcode.slurm.run.handle import Handle, SlurmHandle

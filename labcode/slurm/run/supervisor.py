@@ -4,8 +4,8 @@
 
 It keeps the time limit, and ends everything when the job is over, cancelled, or (unless it is to be
 kept) when the process that submitted it is gone. What it knows stands in a JSON file beside the
-log. Each rank runs through `labcode.processes`: it ends itself when its agent or the supervisor is
-gone, even by SIGKILL.
+log. Each rank runs through `labcode.runtime.processes`: it ends itself when its agent or the
+supervisor is gone, even by SIGKILL.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from pathlib import Path
 
 import psutil
 
-from labcode import processes
-from labcode.files import write_atomically
+from labcode.runtime import processes
+from labcode.runtime.files import write_atomically
 from labcode.slurm.run.answers import FINAL
 
 MODULE = "labcode.slurm.run.supervisor"

@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from labcode import combinations
-from labcode.command import parse
 from labcode.config import Config
 from labcode.recipes import RECIPES
+from labcode.runtime import combinations
+from labcode.runtime.command import parse
 from labcode.slurm.script.site import VARIABLE
 from labcode.topology import GridShape
 

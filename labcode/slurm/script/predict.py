@@ -7,9 +7,9 @@ the header of its scripts; `submit` refuses a job that is predicted to run out o
 from labcode.perf.cluster import load_cluster
 from labcode.perf.estimate import Estimate, estimate
 from labcode.perf.of_config import model_of, settings_of
+from labcode.runtime.units import GIB, seconds
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.site import Site
-from labcode.units import GIB, seconds
 
 
 def predicted(job: Job, site: Site) -> Estimate:

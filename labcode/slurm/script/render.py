@@ -11,12 +11,12 @@ from pathlib import Path
 
 import jinja2
 
+from labcode.runtime.units import plural
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.predict import header
 from labcode.slurm.script.quote import expanded, for_sbatch, inside, literal
 from labcode.slurm.script.site import Container, Gpus, Site
 from labcode.topology import GridShape
-from labcode.units import plural
 
 COLUMN = 40  # where comments begin
 WIDTH = 88  # of comments that fill their line

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
+from labcode.runtime.suggest import unknown
 from labcode.slurm.script.site_yaml import FieldError, read
-from labcode.suggest import unknown
 
 SITES = Path(__file__).resolve().parents[1] / "sites"  # package data
 VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import pydantic
 import yaml
 
-from labcode.suggest import unknown
+from labcode.runtime.suggest import unknown
 
 T = typing.TypeVar("T")
 Path = tuple[str | int, ...]  # where a value stands: ("gpus", "per_node") or ("modules", 0)

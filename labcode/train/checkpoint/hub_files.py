@@ -30,16 +30,15 @@ from safetensors.torch import save_file
 from labcode.config import Config, GPTConfig, LoraConfig, ViTConfig
 from labcode.data.paths import user_path
 from labcode.data.tokenizer import AnyTokenizer, BPETokenizer
-from labcode.file_kinds import kind_of
-from labcode.files import sync_folder
 from labcode.models import hub, hub_adapter
 from labcode.models.hub import BUFFERS, HEAD, NANOGPT, Described, Piece
 from labcode.models.lora import is_adapter
 from labcode.parallel.boxes import Box, boxes_of
 from labcode.parallel.model import ParallelModel
+from labcode.runtime.file_kinds import kind_of
+from labcode.runtime.files import CONFIG_NAME, sync_folder
 from labcode.train.checkpoint.folder import read_about, read_index, verify
 from labcode.train.checkpoint.tensors import read_whole
-from labcode.train.run_folder import CONFIG_NAME
 
 WEIGHTS = "model.safetensors"
 ADAPTERS = "adapters.pt"  # of a run with `lora.rank` that has ended, beside weights.pt
@@ -544,7 +543,7 @@ def _weight_file(path: Path) -> Path:
     if (path / "weights.pt").is_file() or (path / "checkpoints").is_dir():
         raise ValueError(
             f"{FIELD}: {path} is a run of this course: write its weights first, with "
-            f"python -m labcode.train.export {path} OUT, or go on with it (--checkpoint.resume)"
+            f"python -m labcode.run.export {path} OUT, or go on with it (--checkpoint.resume)"
         )
     # what else people have on their disks: the way from there is worth more than "no weights found"
     for pattern, (what, do) in OTHER_FORMATS.items():

@@ -34,10 +34,11 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from labcode.comm.agreement import PeerError, SharedError, on_every_rank, on_first_rank
 from labcode.comm.grid import Grid
 from labcode.config import Config
-from labcode.files import sync_folder, write_atomically
+from labcode.runtime.agreement import PeerError, SharedError, on_every_rank, on_first_rank
+from labcode.runtime.errors import text_of
+from labcode.runtime.files import sync_folder, write_atomically
 from labcode.train import finite
 from labcode.train.checkpoint.folder import (
     ABOUT,
@@ -63,7 +64,6 @@ from labcode.train.checkpoint.tensors import (
     write,
     write_index,
 )
-from labcode.train.failure import text_of
 
 T = TypeVar("T")
 Together = Callable[[Callable[[], Any]], Any]  # on_every_rank or on_first_rank

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from labcode.files import write_atomically
 from labcode.parallel.boxes import Box
+from labcode.runtime.files import write_atomically
 
 INDEX = "tensors.json"
 ALIGNED_BYTES = 64  # each box begins at a multiple of it

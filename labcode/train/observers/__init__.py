@@ -3,18 +3,18 @@
 from pathlib import Path
 
 from labcode.doctor.hang import HangWatch
+from labcode.measure.memory_marks import MemoryMarks
+from labcode.measure.metrics import Log
 from labcode.train.build import Training
-from labcode.train.memory_marks import MemoryMarks
-from labcode.train.metrics import Log
 from labcode.train.observer import Observer
 from labcode.train.observers.bad_steps import BadSteps
 from labcode.train.observers.hang import Heartbeat
+from labcode.train.observers.result import Result
 from labcode.train.observers.rows import Rows
 from labcode.train.observers.saving import Saving
+from labcode.train.observers.step_profiler import StepProfiler
 from labcode.train.observers.validation import Validation
-from labcode.train.result import Result
 from labcode.train.signals import StopSignals
-from labcode.train.step_profiler import StepProfiler
 
 
 def open_log(training: Training, out: Path | None) -> Log:

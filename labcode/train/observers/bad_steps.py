@@ -1,7 +1,7 @@
 """Says which updates were left out, and goes back to a checkpoint where the rule asks for it."""
 
+from labcode.measure.metrics import Log
 from labcode.train.build import Training
-from labcode.train.metrics import Log
 from labcode.train.observer import Observer
 from labcode.train.observers.saving import Saving
 from labcode.train.step import Step

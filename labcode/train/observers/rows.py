@@ -5,16 +5,16 @@ from collections.abc import Iterator
 
 import torch
 
-from labcode import hardware
+from labcode.measure.device_samples import DeviceSampler, ProcessMeter, meter_for
+from labcode.measure.metrics import Log
+from labcode.measure.slow import SlowRankWatch
+from labcode.measure.steps import StepClock, peak_memory_bytes
 from labcode.models.lora import is_adapter
 from labcode.perf.flops import frozen_flops_per_sample, training_flops_per_sample
+from labcode.runtime import hardware
 from labcode.train import finite
 from labcode.train.build import Training, build_meta
-from labcode.train.device_samples import DeviceSampler, ProcessMeter, meter_for
-from labcode.train.measure import StepClock, peak_memory_bytes
-from labcode.train.metrics import Log
 from labcode.train.observer import Observer
-from labcode.train.slow import SlowRankWatch
 from labcode.train.step import Step, mean_loss
 
 

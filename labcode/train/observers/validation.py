@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from labcode.data.sampler import validation_batches
+from labcode.measure.metrics import Log
 from labcode.train import finite
 from labcode.train.build import Training
-from labcode.train.metrics import Log
 from labcode.train.observer import Observer
 from labcode.train.step import Step
 

@@ -13,7 +13,7 @@ from ..injection import at_step, during, fail, on_rank
 
 OVERWRITE = "--train.overwrite"
 RESUME = "--checkpoint.resume"
-BUILD = ("labcode.train.run", "build")
+BUILD = ("labcode.run.run", "build")
 
 # what makes a run impossible after the command line was read: arguments, patch, words of the line
 IMPOSSIBLE = {

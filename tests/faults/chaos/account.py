@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from labcode.files import write_atomically
+from labcode.runtime.files import write_atomically
 
 from .job import Seen
 from .plan import KINDS

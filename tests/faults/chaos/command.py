@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from labcode import combinations
-from labcode.arguments import UsageError
-from labcode.command import parse
 from labcode.config import Config
 from labcode.minislurm.cluster import running
+from labcode.runtime import combinations
+from labcode.runtime.arguments import UsageError
+from labcode.runtime.command import parse
 
 from .plan import KINDS, check_kinds
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from labcode import processes
+from labcode.runtime import processes
 
 from .. import damage, waiting
 from .job import Job

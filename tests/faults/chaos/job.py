@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from labcode import launch, processes
-from labcode.train import metrics
+from labcode.measure import metrics
+from labcode.runtime import launch, processes
 from labcode.train.checkpoint.folder import read_about, verify
 from labcode.train.checkpoint.tensors import DamagedError
 
@@ -84,7 +84,7 @@ class Job:
         python, *agent = launch.torchrun(*options, nproc=nproc)
         agent.remove("-m")
         # ends with this process
-        watched = [python, "-m", "labcode.processes", str(os.getpid()), *agent]
+        watched = [python, "-m", "labcode.runtime.processes", str(os.getpid()), *agent]
         self._command = [*watched, "-m", "labcode.train", *args, f"--train.out={run}"]
 
     # ---- its processes

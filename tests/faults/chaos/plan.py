@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from labcode import suggest
+from labcode.runtime import suggest
 
 # kind: what is done
 KINDS = {

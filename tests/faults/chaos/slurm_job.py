@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from labcode import processes
 from labcode.minislurm.cluster import Cluster
+from labcode.runtime import processes
 
 from .. import waiting
 from .job import RANK_WORDS, Job, age

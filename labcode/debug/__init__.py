@@ -1,0 +1,1 @@
+"""Where precision is lost and who lost it: features on layers, records, comparison."""

@@ -1,0 +1,1 @@
+"""How long a step takes, how much it needs, and which rank is slow."""
