@@ -676,7 +676,7 @@ for seed in (0, 1):
     of_bfloat16 = end_of("bfloat16", seed)
     nearest = end_of("to nearest", seed) - of_bfloat16
     chance = end_of("stochastic gradients", seed) - of_bfloat16
-    print(f"start {seed}: to nearest {nearest:+.3f}, stochastic gradients {chance:+.3f}")
+    print(f"start {seed}: nearest {nearest:+.3f}, stochastic gradients {chance:+.3f}")
 
 # %% [markdown]
 # From both starts stochastic rounding recovers most of what rounding to nearest loses. Leaving the head, whose gradients

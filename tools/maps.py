@@ -207,7 +207,7 @@ def library() -> Picture:
         for place, room in enumerate(members):
             corner = (place * width + 0.06, floor * FLOOR_HEIGHT)
             _draw_room(axes, corner, width - 0.12, room, about.get(room, ""))
-    legend = "A room uses its own floor and the ones below.  Dashed: needs no torch."
+    legend = "A room uses its own floor and the ones below.  Dashed: can be used without torch."
     put_text(axes, 0.06, -0.28, legend, 9, ha="left")
     return picture
 

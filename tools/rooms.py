@@ -40,5 +40,3 @@ WITH_TORCH = (
     "labcode.runtime.errors",
     "labcode.runtime.meeting",
 )
-# In this order one reads the library; the other rooms run it, or are tools beside it.
-TO_READ = ("ground", "comm", "parallel", "models", "precision", "train")

@@ -489,7 +489,7 @@ def test_what_is_allowed_is_not_reported():
         {
             "labcode/runtime/units.py": DOC,
             "labcode/comm/grid.py": DOC
-            + "import torch\nfrom labcode import units\ndist.new_group([0])",
+            + "import torch\nfrom labcode import topology\ndist.new_group([0])",
             "labcode/models/parallelize.py": DOC + "from labcode.comm import grid",
             "labcode/models/gpt_plan.py": DOC + "from labcode.parallel import tensor",
             "labcode/parallel/tensor.py": DOC + "a, b = (x for x in y if x)\nz = [0] * (n + 1)",

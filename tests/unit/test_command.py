@@ -202,7 +202,7 @@ def test_the_line_is_the_same_on_a_terminal_that_knows_only_ascii(monkeypatch):
 
 def test_no_help_library_is_loaded_to_read_a_command_line():
     code = (
-        "import sys; from labcode import command; "
+        "import sys; from labcode.runtime import command; "
         "command.parse(['gpt_tiny', '--train.steps', '3']); "
         "print('tyro' in sys.modules, 'torch' in sys.modules)"
     )
