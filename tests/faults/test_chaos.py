@@ -26,7 +26,7 @@ def test_a_seed_gives_its_faults_and_every_kind_comes_equally_often():
 
 def test_every_kind_can_be_done_and_an_unknown_one_is_refused():
     assert inject._INJECT.keys() == KINDS.keys()
-    with pytest.raises(ValueError, match=r"^unknown kind of fault 'kil': did you mean kill\?"):
+    with pytest.raises(ValueError, match=r"^unknown kind of fault 'kil': did you mean kill"):
         plan(1, 1, kinds=["kil"], every=5, ranks=1)
 
 
@@ -96,7 +96,7 @@ def test_the_table_has_a_row_for_each_kind_and_is_read_back_from_its_file(tmp_pa
         (["gpt_tiny", "--train.out=x"], "--train.out=x is chosen by chaos itself: leave it out"),
         (["gpt_tiny", "--checkpoint.keep=1"], "a run that is disturbed needs"),
         (["gpt_tiny", "--train.steps=10"], "train.steps=10 leaves no room for faults"),
-        (["gpt_tiny", "--kinds", "kil"], "unknown kind of fault 'kil': did you mean kill?"),
+        (["gpt_tiny", "--kinds", "kil"], "unknown kind of fault 'kil': did you mean kill"),
         (["gpt_tiny", "--faults=0"], "--faults and --ranks are counts"),
         (["gpt_tiny", "--ranks=3"], "global_batch=16 is not a multiple of"),
         (["gpt_tiny", "--cluster=none-such"], "no cluster 'none-such' is up on this machine"),

@@ -162,7 +162,7 @@ def test_one_rank_of_each_stage_writes_to_tensorboard(tmp_path):
     log all stats, pass a writer to one process in each pipeline parallel group."""
     (tmp_path / "debug.yaml").write_text(YAML)
     args = ["gpt_tiny", "--parallel.tp=2", "--parallel.pp=2", "--train.out=run"]
-    args += ["--debug.config=on_layers.yaml", "--debug.reduce_over", "tp", "--debug.tensorboard"]
+    args += ["--debug.config=debug.yaml", "--debug.reduce_over", "tp", "--debug.tensorboard"]
     args += [f"--{name}={value}" for name, value in (CHANGES | {"train.steps": 1}).items()]
     args += ["--parallel.pipeline_schedule=gpipe"]
     done = train(args, cwd=tmp_path, ranks=4)
