@@ -12,7 +12,7 @@ names. What becomes of them under tp stands in `parallel.lora`.
 Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1. The layers and names are those of
     torchtitan's `components/lora.py`; as there and in `peft`, A is drawn by `kaiming_uniform_` with
     a = sqrt(5), which is uniform within 1 / sqrt(in).
-Held by: tests/unit/test_lora.py
+Held by: tests/unit/test_lora_layers.py
 """
 
 from collections.abc import Mapping

@@ -334,7 +334,8 @@ def test_links_hold_in_the_book_or_are_none():
 
     assert shown(f"[a](../{lesson.solution})") == f"[a]({lesson.stem}.ipynb)"
     assert shown("[a](../COURSE.md)") == "[a](index.md)"
-    assert shown("[a](../labcode/perf/plan.py)") == '<a href="source/labcode.perf.plan.html">a</a>'
+    source = '<a href="source/labcode.runtime.units.html">a</a>'
+    assert shown("[a](../labcode/runtime/units.py)") == source
     assert shown("[a](../INSTRUCTORS.md)") == "a (`INSTRUCTORS.md`)"
     assert shown("![a](../images/x.svg)") == "![a](images/x.svg)"
     assert shown("[a](https://x.org)") == "[a](https://x.org)"
