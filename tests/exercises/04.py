@@ -98,14 +98,14 @@ AVERAGE = Answers(
             changed(
                 f"{ALL_REDUCE} => total = {ALL_REDUCE}", "param.grad /= => param.grad = total /"
             ),
-            "for /: 'NoneType' and 'int'. `all_reduce` itself returns nothing",
+            "`all_reduce` itself returns nothing",
         ),
         "calls div on what all_reduce returns": (
             changed(
                 f"{ALL_REDUCE} => total = {ALL_REDUCE}",
                 f"{DIVIDE} => param.grad = total.div(dist.get_world_size(group))",
             ),
-            "has no attribute 'div'. `all_reduce` itself returns nothing",
+            "`all_reduce` itself returns nothing",
         ),
         "returns of all_reduce as gradients": (
             changed(f"{ALL_REDUCE} => param.grad = {ALL_REDUCE}"),
@@ -148,7 +148,7 @@ AVERAGE = Answers(
         ),
         "in float32": (
             changed(f"{ALL_REDUCE} => {IN_FLOAT32}"),
-            "of its length away from the mean: is it rounded on its way",
+            "where do the numbers cease to be float64?",
         ),
         "in bfloat16": (
             changed(f"{ALL_REDUCE} => {IN_BFLOAT16}"),

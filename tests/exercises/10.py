@@ -483,6 +483,9 @@ class MlpWithOwnFunctions(Weights):
 NORM = "F.layer_norm(x, x.shape[-1:], self.norm_weight, self.norm_bias)"
 UP = "h = gathered_linear(h, self.up, self.up_bias, self.group)"
 PLAIN_UP = "F.linear(all_gather(h, self.group, 1), self.up, self.up_bias)"
+# a name that the lesson does not import
+CLASS = "class SequenceParallelMLP("
+IMPORTED = f"{CLASS} => from labcode.comm.collectives import all_gather\n\n\n{CLASS}"
 Y = "return x + h + self.down_bias"
 PARAMS = "(self.norm_weight, self.norm_bias, self.down_bias)"
 ALL_REDUCE = "dist.all_reduce(param.grad, group=self.group)"
@@ -520,9 +523,13 @@ SEQUENCE_PARALLEL = Answers(
             changed(f"{Y} => return x + h"),
             "down_bias has no gradient: is it used in forward?",
         ),
-        "plain all-gather": (changed(f"{UP} => h = {PLAIN_UP}"), "of all S tokens are kept"),
+        "plain all-gather": (
+            changed(IMPORTED, f"{UP} => h = {PLAIN_UP}"),
+            "of all S tokens are kept",
+        ),
         "norm of all tokens": (  # as tensor parallelism alone
             changed(
+                IMPORTED,
                 f"{NORM} => {NORM.replace('(x', '(all_gather(x, self.group, 1)', 1)}",
                 f"{UP} => h = F.linear(h, self.up, self.up_bias)",
             ),

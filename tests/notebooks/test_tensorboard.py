@@ -5,12 +5,12 @@ import shutil
 import subprocess
 import urllib.request
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from faults import forks
 from faults.cases import BASE
 from faults.waiting import comes, free_port
+from traitlets.config import Config
 
 from labcode.runtime import processes
 
@@ -21,9 +21,7 @@ PATIENCE_S = 120.0
 def tile_command(root):
     """What the tile of the launcher starts, for a repository at `root`."""
     shutil.copytree(CONFIG.parent, root / "tools" / "jupyter")
-    config = SimpleNamespace()
-    for part in ("ServerApp", "LabApp", "ServerProxy"):
-        setattr(config, part, SimpleNamespace())
+    config = Config()
     path = root / "tools" / "jupyter" / CONFIG.name
     names = {"get_config": lambda: config, "__file__": str(path)}
     exec(compile(path.read_text(), str(path), "exec"), names)
