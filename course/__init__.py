@@ -2,6 +2,7 @@
 
     lab           what the first cell of a lesson imports: ranks, checks, predictions, figures
     check         check("4.1", ...), hint, yours; answers are judged by exercises/
+    answer        what an exercise is, and what is said of an answer; below all checks
     exercises/    a file a lesson: cases, mistakes and hints; simulated/ has ranks as threads of one
                   process, on which an answer is tried first
     pool/         the ranks behind a notebook, `Ranks(4).run(fn)` and `%%px`

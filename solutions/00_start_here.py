@@ -552,7 +552,7 @@ print(ranks.run(still_here))
 # |---|---|---|
 # | matrix product | 2 n³ FLOPs | `hardware` has the peaks |
 # | why many devices | time, and 16 bytes for each parameter | |
-# | rank | one process, own memory | `pool.ranks.Ranks`, `runtime.bootstrap` |
+# | rank | one process, own memory | `course.pool.ranks.Ranks`, `runtime.bootstrap` |
 # | collective | all ranks call it, or all wait | `comm.collectives` |
 # | first loss | ln(vocabulary) | `python -m labcode.train` |
 # | launcher | one process per rank | `launch.run` |
@@ -562,7 +562,7 @@ print(ranks.run(still_here))
 # Lesson 01 shows what ranks say to each other, and what it costs. You need not read the whole course from the first
 # lesson to the last. Here is what needs what.
 #
-# ![The lessons in five rows, one for each part; an arrow leads from a lesson to each
+# ![The lessons in their six parts; an arrow leads from a lesson to each
 # one that needs it](../images/course_map.svg)
 #
 # [The map in full size](../images/course_map.svg)

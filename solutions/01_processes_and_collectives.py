@@ -975,7 +975,7 @@ check("1.4", mean_loss, ranks)
 # | latency and bandwidth cost the same | n = p α β | `perf.alpha_beta.balance_bytes` |
 # | bus bandwidth | 2 (p - 1)/p · n / t | |
 # | a rank is missing | `monitored_barrier` names it (gloo); silent, or the lowest number enqueued (NCCL) | |
-# | shapes or calls differ | `TORCH_DISTRIBUTED_DEBUG=DETAIL` | `pool.record` |
+# | shapes or calls differ | `TORCH_DISTRIBUTED_DEBUG=DETAIL` | `course.pool.record` |
 #
 # ## Sources
 #

@@ -6,9 +6,9 @@ paragraph with its name, its other forms in parentheses, and what it means:
     **all-reduce** (all-reduced): A collective after which each rank holds the sum of what all
     ranks gave.
 
-What the same words mean elsewhere stands behind the other forms, after "not", and is never linked:
+Longer words in which a form means something else stand in a comment, and are never linked:
 
-    **message** (messages of ranks; not error message): Bytes that one rank sends to another.
+    **message** <!-- not: error message -->: Bytes that one rank sends to another at once.
 
 A plural with s is found without being listed. A form with a capital letter is found as it is
 written; others at the beginning of a sentence too. A name with a hyphen is found as the function of
@@ -24,7 +24,7 @@ from sphinx.util.nodes import _make_id
 from tools import book_text
 
 _FUNCTION = re.compile(r"`(?:dist\.)?([a-z]+(?:_[a-z]+)+)`")
-_ENTRY = re.compile(r"(?m)^\*\*(.+?)\*\*(?: \(([^)]+)\))?: (.+(?:\n.+)*)")
+_ENTRY = re.compile(r"(?m)^\*\*(.+?)\*\*(?: \(([^)]+)\))?(?: <!-- not: (.+?) -->)?: (.+(?:\n.+)*)")
 
 
 class Term(NamedTuple):
@@ -52,10 +52,9 @@ def terms(text: str) -> list[Term]:
     found = []
     owners: dict[str, str] = {}
     for match in _ENTRY.finditer(text):
-        others, _, elsewhere = f"; {match[2] or ''}".partition("; not ")
-        forms = (match[1], *_listed(others.removeprefix("; ")))
-        meaning = " ".join(line.strip() for line in match[3].splitlines())
-        found.append(Term(forms[0], forms, _listed(elsewhere), meaning))
+        forms = (match[1], *_listed(match[2]))
+        meaning = " ".join(line.strip() for line in match[4].splitlines())
+        found.append(Term(forms[0], forms, _listed(match[3]), meaning))
         for form in forms:
             if form in owners:
                 raise ValueError(f"{form!r} is a form of {owners[form]!r} and of {forms[0]!r}")
@@ -63,7 +62,7 @@ def terms(text: str) -> list[Term]:
     return sorted(found, key=_alphabetically)
 
 
-def _listed(words: str) -> tuple[str, ...]:
+def _listed(words: str | None) -> tuple[str, ...]:
     return tuple(words.split(", ")) if words else ()
 
 

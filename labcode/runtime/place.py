@@ -12,7 +12,7 @@ class Place:
         world_size: Number of processes in the job.
         local_rank: Rank within this node.
         local_world_size: Number of processes on this node.
-        launcher: "torchrun", "slurm", "single", or "pool" for the engines of `pool.ranks`.
+        launcher: "torchrun", "slurm", "single", or "pool" for the engines of `course.pool`.
         address: Host and port of the store where the ranks meet; None without a rendezvous over
             TCP.
         hosts_store: Whether this process opens that store; torchrun's agent may have opened it.

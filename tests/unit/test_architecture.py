@@ -5,6 +5,7 @@ a generator of what breaks it, and has an example of an offence that it must fin
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -82,10 +83,15 @@ class Module:
             if isinstance(node, ast.Call):
                 yield getattr(node.func, "attr", getattr(node.func, "id", "")), node
 
+    @functools.cached_property
+    def names(self):
+        """Every name and attribute, and the last part of what is imported."""
+        found = {getattr(node, "attr", getattr(node, "id", None)) for node in ast.walk(self.tree)}
+        return found | {name.rpartition(".")[2] for name in self.imports if "." in name}
+
     def uses(self, name):
         """Whether `name` occurs as a name, an attribute or an imported name."""
-        found = {getattr(node, "attr", getattr(node, "id", None)) for node in ast.walk(self.tree)}
-        return name in found or any(imported.endswith(f".{name}") for imported in self.imports)
+        return name in self.names
 
 
 def modules_of(sources):

@@ -98,8 +98,8 @@ def test_all_reduce_is_first_used_where_it_is_explained():
 
 
 def test_longer_words_that_mean_something_else_are_not_linked():
-    glossary = GLOSSARY + "\n**message** (not error message): Bytes.\n"
-    glossary += "\n**profiler** (profile; not site profile, profile of a site): A tool.\n"
+    glossary = GLOSSARY + "\n**message** <!-- not: error message -->: Bytes.\n"
+    glossary += "\n**profiler** (profile) <!-- not: site profile, profile of a site -->: A tool.\n"
     known = book_terms.terms(glossary)
     assert known[1].forms == ("message",) and known[2].forms == ("profiler", "profile")
     page = book_terms.FirstUses(known)

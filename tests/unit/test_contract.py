@@ -110,7 +110,9 @@ def test_an_example_that_is_no_change_of_the_solution_is_refused():
 
 
 def test_without_a_text_for_other_results_the_signs_alone_decide():
-    circle(otherwise="", mistakes=[])(changed("number**2, => number**3,"))
+    cubed = changed("number**2, => number**3,")
+    assert said(cubed)
+    assert circle(otherwise="", mistakes=[])(cubed) is None
 
 
 def test_a_case_has_a_hint_of_its_own_and_its_examples_come_first():
@@ -158,7 +160,8 @@ def test_an_error_of_the_answer_itself_is_not_swallowed():
 def test_a_solution_is_found_where_only_the_packed_one_is(lesson):
     solution.PACKED.write_bytes(solution.packed(lesson))
     (lesson / "solutions" / "77_circles.py").unlink()
-    circle()(changed())
+    assert circle()(changed()) is None
+    assert "three: it gives 84.8" in said(changed("number**2, => number**3,"))
 
 
 def test_without_any_solution_the_check_says_what_it_needs(lesson):

@@ -1,5 +1,6 @@
 """The course on the disk: lessons, minutes, what has passed; `python -m labcode`, the picture."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -303,6 +304,11 @@ def test_a_way_is_kept_beside_what_has_passed_and_an_unknown_one_is_refused(
 def test_a_way_that_there_is_not_counts_as_none(on_way, way):
     (on_way / catalog.PROGRESS).write_text(f'{{"way": {way}}}')
     assert catalog.chosen_way(on_way) is None
+
+
+def test_a_notebook_of_an_older_copy_is_told_what_to_replace():
+    with pytest.raises(ImportError, match=r"Replace `labcode\.lab` by"):
+        importlib.import_module("labcode.lab")
 
 
 def test_the_command_without_torch(folder):
