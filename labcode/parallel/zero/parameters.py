@@ -531,7 +531,8 @@ def _leave_meta(module: nn.Module) -> None:
     for child in module.modules():
         for name, param in child.named_parameters(recurse=False, remove_duplicate=False):
             if param not in made:
-                shape = torch.empty(()).expand(param.shape)  # one number in that shape
+                one = torch.empty((), dtype=param.dtype)
+                shape = one.expand(param.shape)  # one number in that shape
                 made[param] = nn.Parameter(shape, requires_grad=param.requires_grad)
             setattr(child, name, made[param])
 
