@@ -13,13 +13,14 @@ from course.exercises.expect import careless, confirm, diagnose, plural, refuse,
 from course.exercises.in_notebook import bounded
 from course.exercises.simulated import Outcome, simulate
 from course.pool.ranks import Ranks
+from labcode.runtime.units import type_in_words
 
 
 def _kind_of(value: Any) -> str:
     """What a function returned, in words."""
     if isinstance(value, (int, str)):
         return repr(value)
-    return f"a {type(value).__name__}"
+    return type_in_words(value)
 
 
 # ---- 0.1

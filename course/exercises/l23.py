@@ -13,6 +13,7 @@ from course.exercises.expect import diagnose, distance, refuse, tensor, with_gap
 from course.exercises.in_notebook import without
 from course.labs import l23_experts as lab
 from labcode.models import moe
+from labcode.runtime.units import type_in_words
 
 ROUNDED = 1e-9  # float64, added in another order
 IN_FLOAT32 = 1e-6  # a count divided by a count is float32
@@ -61,7 +62,7 @@ def total_and_active(answer: Callable[..., Any]) -> None:
 def _count(case: str, found: Any, model: lab.Mixture, used: int) -> None:
     """See that a count is that of a model with `used` of its experts."""
     if isinstance(found, bool) or not isinstance(found, int | float):
-        raise Hint(f"return two numbers, not a {type(found).__name__}")
+        raise Hint(f"return two numbers, not {type_in_words(found)}")
     one = 3 * model.hidden_size * model.expert_ffn
     layers = model.moe_layers
     always = model.others + model.shared * layers * one
