@@ -195,9 +195,8 @@ def _is_mean(outcome: Outcome, number: int) -> None:
         ),
         f"the ranks disagree: they returned {returned}. What do you divide by, and is it the same "
         "on every rank?": total / own_counts,
-        f"the ranks disagree: they returned {returned}": (
-            not torch.allclose(found, found[0], ROUNDED, 0)
-        ),
+        f"the ranks disagree: they returned {returned}. Does every rank get each number that it "
+        "computes with from all of them?": (not torch.allclose(found, found[0], ROUNDED, 0)),
     }
     refuse(mistakes, "", found, ROUNDED)
     num_places = len(of_ranks) * int(own_counts.max())

@@ -48,7 +48,7 @@ def total_and_active(answer: Callable[..., Any]) -> None:
             shared=shared,
             others=draw.randint(10**6, 10**8),
         )
-        sizes = ", ".join(f"{field} = {size}" for field, size in model._asdict().items())
+        sizes = ", ".join(f"{field} = {size:,}" for field, size in model._asdict().items())
         case = f"with {sizes}: "
         with without(lab.total_and_active):
             found = due(answer(model))
@@ -67,6 +67,10 @@ def _count(case: str, found: Any, model: lab.Mixture, used: int) -> None:
     layers = model.moe_layers
     always = model.others + model.shared * layers * one
     other = model.top_k if used == model.experts else model.experts
+    if used == model.experts:
+        of_shared = "the parameters of the shared experts count too, in each layer"
+    else:
+        of_shared = "every token goes through the shared experts too"
     mistakes = {
         "that is the other of the two": float(always + layers * other * one),
         "what is not in the experts is missing": float(layers * (used + model.shared) * one),
@@ -80,8 +84,7 @@ def _count(case: str, found: Any, model: lab.Mixture, used: int) -> None:
             always + layers * (used * one + model.hidden_size * model.experts)
         ),
         "each layer has experts of its own": float(model.others + (used + model.shared) * one),
-        "every token goes through the shared experts too": model.shared > 0
-        and float(found) == float(model.others + layers * used * one),
+        of_shared: model.shared > 0 and float(found) == float(model.others + layers * used * one),
         "the shared experts stand in each layer as well": model.shared > 0
         and float(found) == float(model.others + (layers * used + model.shared) * one),
     }
