@@ -130,7 +130,7 @@ def test_what_cannot_be_planned_is_one_line():
     [(82.1, 79.1, "82.1 GiB of 79.1"), (39.44, 39.4, "39.44 GiB of 39.40")],
 )
 def test_a_refusal_has_the_digits_that_tell_its_two_numbers_apart(needed, limit, told):
-    refusal = Refusal(GridShape(), Settings(), needed * 2**30, limit * 2**30)
+    refusal = Refusal(GridShape(), Settings(global_batch=1), needed * 2**30, limit * 2**30)
     assert refusal.reason == f"needs {told}"
 
 
