@@ -77,7 +77,7 @@ def _no_command(word: str) -> str:
     if word == "watch":
         return (
             "watch is for a loop of your own, `with doctor.watch(model, optimizer):`; a run is "
-            "followed by python -m labcode.run.watch"
+            "shown by tensorboard --logdir runs"
         )
     if os.path.isdir(path):  # pathlib raises where a name is too long
         return f"{word} is a folder: {PROGRAM} hang {word} asks its ranks where they are"
