@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -299,21 +298,6 @@ def job_id(env: Mapping[str, str] | None = None) -> str:
     if env is None:
         env = os.environ
     return env.get("SLURM_JOB_ID", "")
-
-
-def place_of_process(pid: int) -> Place | None:
-    """Where another process of this user stands among its peers.
-
-    None if it is not one rank of several, or may not be inspected.
-
-    Args:
-        pid: Its number on this machine.
-    """
-    try:
-        place = read_environment(psutil.Process(pid).environ())
-    except (psutil.Error, OSError, ValueError):
-        return None
-    return None if place.address is None else place
 
 
 # ---- which device, which backend
