@@ -383,7 +383,7 @@ def _code_after(
     Returns:
         The exit code of this rank; None for a bug, whose traceback is wanted.
     """
-    is_lost_peer = failure.is_lost_peer(error)
+    is_lost_peer = failure.knows_only_lost_peer(error)
     was_broken_off = caused_by_ctrl_c(error)
     if was_broken_off or ctrl_c.heard:
         if not was_broken_off and not is_lost_peer:
