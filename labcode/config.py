@@ -1049,6 +1049,9 @@ class LoraConfig:
     Checkpoints hold them alone: the frozen model is made again from `train.start_from`, or from
     `train.seed`.
 
+    Where products are computed in 16 bits, the frozen weights of these layers are kept in 16 bits
+    too: each product would round them anyway, so that no number changes.
+
     Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1.
     """
 

@@ -16,7 +16,7 @@ from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, ParallelConfig, ViTConfig
 from labcode.models.gpt import GPT
 from labcode.models.gpt_plan import gpt_plan
-from labcode.models.layers import initial_value
+from labcode.models.layers import LORA_A, initial_value
 from labcode.models.vit import ViT
 from labcode.models.vit_plan import vit_plan
 from labcode.parallel.data import DataParallel
@@ -61,6 +61,7 @@ def parallelize(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     autocast_dtype: torch.dtype | None = None,
+    base_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     trains_alone: bool = False,
     compiled: str = "none",
@@ -86,6 +87,7 @@ def parallelize(
         device, dtype: Where a meta model's weights are made, and in which dtype; None: the CPU, and
             the dtype it was built in.
         autocast_dtype: The dtype of the matrix products; None: that of the weights.
+        base_dtype: The dtype of a meta model's frozen weights beside adapters; None: `dtype`.
         reduce_dtype: The dtype in which gradients are summed over dp and cp; None: that of the
             weights.
         trains_alone: Average no gradients over dp; `parallel.local` averages weights instead.
@@ -124,7 +126,9 @@ def parallelize(
     if fp8 is not None:
         fp8.convert(model)
     shardings = _describe_parameters(model, plan, weights, grid)
-    draw = _Draw(model, shardings, grid, seed, plan.tied, device, dtype)
+    if on_meta:
+        _set_dtypes(model, dtype, base_dtype)
+    draw = _Draw(model, shardings, grid, seed, plan.tied, device)
     if on_meta and _is_our_zero_3(parallel):
         of_experts = _groups_of_experts(model, grid, shardings)
         replica = _draw_rows_of_each(model, grid, parallel, draw, reduce_dtype, of_experts)
@@ -238,6 +242,17 @@ def _describe_parameters(
     return shardings
 
 
+def _set_dtypes(
+    model: nn.Module, dtype: torch.dtype | None, base_dtype: torch.dtype | None
+) -> None:
+    """Give the weights of a meta model, and its buffers, the dtypes in which they will be made."""
+    model.to(dtype)
+    for module in model.modules():
+        if base_dtype is not None and hasattr(module, LORA_A):
+            frozen = cast(nn.Parameter, module.weight)
+            module.weight = nn.Parameter(frozen.detach().to(base_dtype), requires_grad=False)
+
+
 class _Draw:
     """The initial values of a meta model's weights: this rank's parts of them."""
 
@@ -249,7 +264,6 @@ class _Draw:
         seed: int | None,
         tied: tuple[str, ...],
         device: torch.device,
-        dtype: torch.dtype | None,
     ) -> None:
         self._model = model
         self._shardings = shardings
@@ -257,13 +271,14 @@ class _Draw:
         self._seed = seed
         self._tied = tied
         self._device = device
-        self._dtype = dtype
+        # noted here: ZeRO-3 exchanges the parameters before it asks for their values
+        self._dtypes = {name: param.dtype for name, param in model.named_parameters()}
 
     @torch.no_grad()
     def all(self) -> None:
         """Take the memory for all weights, and draw them; nothing is communicated."""
         # All memory at once: a rank that has too little says so before minutes of drawing.
-        self._model.to_empty(device=self._device).to(self._device, self._dtype)
+        self._model.to_empty(device=self._device)
         for name, param in self._model.named_parameters():
             param.copy_(self.one(name))
 
@@ -280,7 +295,7 @@ class _Draw:
         if name in self._tied:
             drawn_as = self._tied[0]  # tied weights have the values of the first
         whole = initial_value(drawn_as, self._shardings[name].shape, config, self._seed)
-        return self._shardings[name].own(whole, self._grid).to(self._device, self._dtype)
+        return self._shardings[name].own(whole, self._grid).to(self._device, self._dtypes[name])
 
 
 def _is_our_zero_3(parallel: ParallelConfig) -> bool:
