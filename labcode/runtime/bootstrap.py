@@ -289,15 +289,9 @@ def _patience(place: Place, env: Mapping[str, str]) -> Patience:
     return Patience(place, float(chosen), hopeless_s=float(chosen))
 
 
-def job_id(env: Mapping[str, str] | None = None) -> str:
-    """The number of the SLURM job that this process belongs to; "" outside a job.
-
-    Args:
-        env: The environment variables; None is the process's own environment.
-    """
-    if env is None:
-        env = os.environ
-    return env.get("SLURM_JOB_ID", "")
+def job_id() -> str:
+    """The number of the SLURM job that this process belongs to; "" outside a job."""
+    return os.environ.get("SLURM_JOB_ID", "")
 
 
 # ---- which device, which backend
