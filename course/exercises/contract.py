@@ -206,14 +206,14 @@ class Contract:
             if isinstance(see.truth, Exception):
                 if not self.refuses:
                     raise see.truth
-                self._is_refused(answer, args, see)
+                self._check_refused(answer, args, see)
                 continue
             see.found = self._ask(answer, args)
             see.is_first = len(seen) == 1
             if see.is_first:  # later None may be an answer, and no forgotten return
                 due(see.found)
             of_case = case if isinstance(case, Case) else Mistake(self.otherwise)
-            self._is_result(args, see, of_case)
+            self._check_result(args, see, of_case)
         return seen
 
     @functools.cached_property
@@ -229,7 +229,7 @@ class Contract:
         with without(*self.ready) if self.ready else nullcontext():
             return bounded(LOOP, answer, *args) if self.loops else answer(*args)
 
-    def _is_refused(self, answer: Callable[..., Any], args: Sequence[Any], see: Seen) -> None:
+    def _check_refused(self, answer: Callable[..., Any], args: Sequence[Any], see: Seen) -> None:
         """What the solution refuses, the answer refuses with the same error and a text."""
         error = type(see.truth).__name__
         try:
@@ -250,7 +250,7 @@ class Contract:
             f"{error}"
         )
 
-    def _is_result(self, args: Sequence[Any], see: Seen, of_case: Mistake) -> None:
+    def _check_result(self, args: Sequence[Any], see: Seen, of_case: Mistake) -> None:
         """What the answer gives is what the solution gives."""
         tell(self.shape, see)
         due(see.found)

@@ -666,11 +666,11 @@ def _check_run(
 ) -> None:
     failed = f"the job ended as {done.outcome}: read {done.out}.log"
     refuse({failed: not done.outcome.ok})
-    _says_the_form(done, blanks)
-    _ends_with_the_loss(done, reference)
+    _check_form_line(done, blanks)
+    _check_final_loss(done, reference)
 
 
-def _says_the_form(done: Submitted, blanks: Mapping[str, Any]) -> None:
+def _check_form_line(done: Submitted, blanks: Mapping[str, Any]) -> None:
     """The first line of the log has the numbers of the form."""
     first = _FIRST.search(done.log)
     if first is None:
@@ -698,7 +698,7 @@ def _says_the_form(done: Submitted, blanks: Mapping[str, Any]) -> None:
     refuse(mistakes)
 
 
-def _ends_with_the_loss(done: Submitted, reference: Sequence[Mapping[str, float]]) -> None:
+def _check_final_loss(done: Submitted, reference: Sequence[Mapping[str, float]]) -> None:
     """The log comes to the last step, whose loss is that of another grid."""
     losses = {int(step): float(loss) for step, loss in _STEP.findall(done.log)}
     last_step = max(losses, default=0)
