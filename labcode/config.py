@@ -253,7 +253,7 @@ class GPTConfig(_Transformer):
 
     @property
     def _mixture_parameters(self) -> int:
-        """Of what stands in place of an MLP: router, experts, and the MLP beside them."""
+        """Parameters in place of those of an MLP: router, experts, and the MLP beside them."""
         shared = self._mlp_parameters(self.shared_ffn_size, self.gated, bias=False)
         return self.num_experts * (self._expert_parameters + self._router_row) + shared
 
@@ -529,7 +529,7 @@ class ParallelConfig:
         self._check_zero(model, shape)
 
     def check_model(self, model: ModelConfig, shape: GridShape) -> None:
-        """As `check`, but for what depends on dp: `shape` may be `replica`."""
+        """Like `check`, except for what depends on dp: `shape` may be `replica`."""
         self.stage_layers(model.num_layers, shape.pp)
         _check_tensor_parallel(model, shape.tp)
         if shape.cp > 1 and model.dropout and self.context_attention == "ring":
@@ -740,7 +740,7 @@ class OptimConfig:
             )
 
     def for_batch(self, global_batch: int) -> "OptimConfig":
-        """The same with the learning rates of a batch, and without a rule.
+        """A copy with the learning rates for a batch, and without a rule.
 
             linear        lr * B / B_ref            (SGD, while the batch is far below critical)
             square_root   lr * sqrt(B / B_ref)      (Adam: its update does not grow with the batch)

@@ -156,7 +156,7 @@ class Contract:
     """What an answer promises: in every case it does what the solution does.
 
     Args:
-        solution: Of the exercise, a function.
+        solution: Solution of the exercise, a function.
         cases: {what a hint begins with: arguments, or a `Case`}.
         mistakes: Those with a sign are looked for first and in every case, the others where the
             result is not that of the solution.
@@ -191,12 +191,12 @@ class Contract:
         """Judge an answer.
 
         Raises:
-            Hint: Of the first case in which it does not do what the solution does.
+            Hint: Hint of the first case in which the answer does not do what the solution does.
         """
         self.judge(answer)
 
     def judge(self, answer: Callable[..., Any]) -> list[Seen]:
-        """As a call; gives what was seen in each case."""
+        """Judge the answer as a call does, and return what was seen in each case."""
         names = list(signature(self._own).parameters)
         seen = []
         for name, case in self.cases.items():

@@ -85,7 +85,7 @@ def _check_dealt(case: str, items: list[Any], shares: list[list[Any]], why: str)
     Args:
         case: What was dealt out to how many.
         items: What was to be dealt out.
-        shares: Of each rank.
+        shares: The share of each rank.
         why: What to ask if an item is missing.
     """
     dealt = []

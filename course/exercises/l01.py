@@ -47,9 +47,9 @@ def _check_ring(
 
     Args:
         case: What a hint begins with.
-        sends: Of this rank.
-        members: Of the group.
-        number: Of this rank in the group.
+        sends: Messages that this rank sends.
+        members: Ranks of the group.
+        number: Number of this rank in the group.
         enough: Bytes that are needed.
     """
     sent = sum(one.num_bytes for one in sends)

@@ -300,8 +300,8 @@ def blockwise(
         k: [keys, width].
         v: [keys, value width].
         block: Keys at a time.
-        mistake: Of those that people make with the sums; "" is right.
-        scale: Of the scores; None: 1/sqrt(width).
+        mistake: One of the mistakes that people make with the sums; "" is right.
+        scale: Scale of the scores; None: 1/sqrt(width).
         num_keys: Those that are seen; None: all.
 
     Source: Dao et al. 2022 (arXiv:2205.14135), algorithm 1.
@@ -478,17 +478,17 @@ def plain_adamw(
     """The weights, means and squares after some steps, each in one row.
 
     Args:
-        num_steps: Since the beginning.
+        num_steps: Steps since the beginning.
         l2: Decay that goes into the gradient.
         shrink: Factor of the weights before the update.
-        shrink_after: And after it.
+        shrink_after: Factor of the weights after the update.
         of_1: Beta of the correction of the means; 0 corrects nothing.
-        of_2: Of the squares.
+        of_2: Beta of the correction of the squares; 0 corrects nothing.
         eps: Added to the corrected root.
         eps_under: Added to the corrected squares.
         eps_before: Added to the root that is not corrected.
-        power: Of the correction outside of the root.
-        sign: Of the update.
+        power: Exponent of the correction, which stands outside of the root.
+        sign: Sign of the update.
 
     Source: Loshchilov and Hutter 2017 (arXiv:1711.05101), algorithm 2.
     Held by: tests/unit/test_l03_labs.py
@@ -606,8 +606,8 @@ def race(
     """The learner's settings and how many times as fast as the baseline they will be.
 
     Args:
-        settings: Of the learner.
-        predicted_speedup: As the learner expects it, a number or a tensor.
+        settings: Settings that the learner chose.
+        predicted_speedup: The speed-up that the learner expects, a number or a tensor.
         measure: Compares settings with the baseline; the tests give one that needs no clock.
     """
     if not isinstance(settings, Settings):

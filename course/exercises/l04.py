@@ -131,7 +131,7 @@ def _check_mean(
 
     Args:
         case: What a hint begins with.
-        rank: Of the world.
+        rank: Rank in the world.
         p: Size of its group.
         result: Its own gradient, and that afterwards.
         mean: Over its group.

@@ -56,7 +56,7 @@ class _Epoch(NamedTuple):
     """What the script printed after an epoch.
 
     Args:
-        number: Of the epoch.
+        number: Number of the epoch.
         train: Mean loss over the samples of the epoch.
         validation: Mean loss over the validation set.
         count: The samples that the script has counted there.

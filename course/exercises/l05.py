@@ -469,8 +469,9 @@ class _Clipped(NamedTuple):
             learning rate.
         own: The gradient of this rank's share in the first step.
         num_buckets: How many there are.
-        loss: Of this rank's share in the first step.
-        sum_of_norms: Of the parameters, one by one, in the first step; of the truth only.
+        loss: Loss of this rank's share in the first step.
+        sum_of_norms: Sum of the norms of the parameters, one by one, in the first step; of the
+            truth only.
     """
 
     norms: list[float]

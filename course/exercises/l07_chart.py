@@ -87,7 +87,7 @@ def _check_named(
 
 STEPS = 3
 LR = 0.1
-# Of the loss in each step: who measures with clip_grad_norm_(params, 1.0) is seen in the second.
+# Factor of the loss in each step: who measures with clip_grad_norm_(params, 1.0) is seen in the second.
 LOSS_SCALES = (1.0, 40.0, 1.0)
 COMMON = 1  # the batch that all ranks get
 EXPECTED = {
@@ -273,7 +273,7 @@ def _number_at(found: list[Any], place: int) -> Any:
 
 
 def _check_numbers(noted: dict[str, list[Any]]) -> None:
-    """As many plain numbers as there were forward passes and steps."""
+    """There must be as many plain numbers as there were forward passes and steps."""
     for name, (expected, per) in EXPECTED.items():
         found = len(noted[name])
         count = (
@@ -295,10 +295,10 @@ def _check_numbers(noted: dict[str, list[Any]]) -> None:
 
 
 def _check_of_inputs(found: list[Any], of_common: list[Any]) -> None:
-    """The same for the same inputs, and different for others.
+    """Numbers must be the same for the same inputs, and different for others.
 
     Args:
-        found: Of each forward pass.
+        found: Numbers found in each forward pass.
         of_common: What the ranks have noted of the batch that is the same on all of them.
     """
     reordered = (

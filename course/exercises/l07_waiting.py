@@ -133,7 +133,7 @@ def _call(
 
 
 def _call_alone(rank: int, answer: Callable[..., Any]) -> tuple[Any, float]:
-    """As `_call`, of many ranks of which only rank 0 comes."""
+    """Like `_call`, of many ranks of which only rank 0 comes."""
     store = _fresh_store("alone")
     return _timed(answer, store, rank, MANY, SHORT_S) if rank == 0 else (None, 0.0)
 

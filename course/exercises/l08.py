@@ -50,7 +50,7 @@ def _sizes(shape: GridShape) -> dict[str, int]:
 
 
 def _changed(name: str, value: Any, before: Any) -> dict[str, bool]:
-    """As a row of a table: an argument is no longer what it was."""
+    """Row of a table: an argument is no longer what it was."""
     hint = f"it has changed `{name}`, which belongs to the caller: {before} has become {value}"
     return {hint: value != before}
 
@@ -255,7 +255,7 @@ def _in_own_order(rank: int) -> dict[str, list[list[int]]]:
 
 
 def _in_order_of_hashes(rank: int) -> dict[str, list[list[int]]]:
-    """As `_in_own_order`, and a `set` of its axes has the same order."""
+    """Like `_in_own_order`, and a `set` of its axes has the same order."""
     groups_of: dict[str, list[list[int]]] = {}
     for place, axis in enumerate(ORDER_ON_RANK[rank]):
         name = _Name(axis)

@@ -109,7 +109,7 @@ class _Step(NamedTuple):
     Args:
         y: The output.
         grads: {name of an argument or a parameter: its gradient}, where there is one.
-        flops: Of all matrix products in forward.
+        flops: FLOPs of all matrix products in forward.
         is_overwritten: Whether a sum was written into a tensor of the graph.
     """
 

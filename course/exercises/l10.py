@@ -225,7 +225,7 @@ def _check_bytes_sent(case: str, calls: Sequence[Event], p: int, num_backward: i
 
     Args:
         case: What a hint begins with.
-        calls: Of this rank.
+        calls: Calls of this rank.
         p: Ranks of the group.
         num_backward: How many backward needs; a reduce-scatter sends as much as one.
     """
@@ -545,7 +545,7 @@ def _check_gradient(case: str, name: str, result: _Trained, right: Tensor, p: in
 
 
 def _check_own_tokens(case: str, events: Sequence[Event], part_bytes: int) -> None:
-    """Of all tokens only what GELU needs is kept; of its own a rank may keep what it likes."""
+    """Only what GELU needs is kept of all tokens; of its own a rank may keep what it likes."""
     (held,) = [one.value for one in events if one.kind == "held"]
     of_all_tokens = sum(size for size in held if size > part_bytes)
     in_forward = [one.kind for one in events if one.block == "forward"]

@@ -262,9 +262,9 @@ def _answer_of(
 
     Args:
         answer: The function.
-        group: Of the ring.
+        group: Group of the ring.
         whole: What it needs, of the whole sequence.
-        names: Of what it returns.
+        names: Names of what it returns.
     """
     before = {}
     for name, x in whole.items():
@@ -317,7 +317,7 @@ def _check_messages(case: str, calls: Sequence[Event]) -> None:
 
 
 def _shortened(name: str, found: Tensor, truth: Tensor, calls: Sequence[Event]) -> Table:
-    """Of a result that is wrong: have its numbers become shorter?"""
+    """Whether the numbers of a wrong result have become shorter."""
     sent = {one.dtype for one in calls if one.kind == "send" and "float" in one.dtype}
     shorter = ", ".join(sorted(sent - {"float64"}))
     off = distance(found, truth)
@@ -413,7 +413,7 @@ def _wrong_outputs(
 
     Args:
         out: What it has given.
-        number: Of the rank.
+        number: Number of the rank.
         own: Its part of the sequence.
         whole: The sequence.
         missing_bytes: How many more it would have to send.
@@ -603,7 +603,7 @@ def _check_computed(block: Callable[..., Any], held: Sequence[Sequence[int]], p:
 
 
 def _positions(chunks: Sequence[int]) -> Tensor:
-    """Of the tokens in these chunks."""
+    """Positions of the tokens in these chunks."""
     return torch.cat([torch.arange(CHUNK) + CHUNK * chunk for chunk in chunks])
 
 

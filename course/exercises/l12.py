@@ -148,7 +148,7 @@ class _Step:
     """A step of the learner's runner.
 
     Args:
-        name: Of the schedule.
+        name: Name of the schedule.
         m: Micro-batches.
         has_gradients: The parameters have gradients already, as after a step without `zero_grad`.
     """
@@ -199,7 +199,7 @@ class _WatchedStage(Stage):
     """A stage that keeps what goes into it.
 
     Args:
-        number: Of the stage.
+        number: Number of the stage.
         m: How often it may be called.
 
     Attributes:
@@ -252,8 +252,8 @@ class _Ran(NamedTuple):
     """What a runner left on one rank.
 
     Args:
-        seen, went_back, overwritten: As its stage has noted them.
-        grads: Of the stage's parameters.
+        seen, went_back, overwritten: What its stage has noted.
+        grads: Gradients of the stage's parameters.
         inputs, targets: The data, which it may have changed.
     """
 
@@ -730,7 +730,7 @@ class _Situation:
 
     Args:
         about: What is special about it.
-        p, m, stage_s, message_s, most: As the learner's function is given them.
+        p, m, stage_s, message_s, most: The arguments that the learner's function is given.
     """
 
     about: str

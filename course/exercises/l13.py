@@ -132,7 +132,7 @@ UNUSED = (1, 3)  # in this step this weight has no gradient; all ranks have rows
 
 
 def _give_gradients(params: Sequence[nn.Parameter], step: int) -> None:
-    """As backward does it: what stands in `.grad` is added to."""
+    """Give gradients as backward does: what stands in `.grad` is added to."""
     for place, param in enumerate(params):
         grad = _random(50 + 10 * step + place, *param.shape)
         if (step, place) == UNUSED:
@@ -296,7 +296,7 @@ Averaged = tuple[list[Tensor | None], bool]
 
 
 def _gradients(call: int, rank: int) -> list[Tensor]:
-    """Of all weights, on one rank of the group."""
+    """Gradients of all weights, on one rank of the group."""
     first = 200 + 100 * call + 10 * rank
     return [_random(first + place, *shape) for place, shape in enumerate(SHAPES)]
 
@@ -455,7 +455,7 @@ def _watched() -> Iterator[_Careful]:
 
 
 def _bytes(layer: Any) -> int:
-    """Of the memory behind the whole weight now."""
+    """Bytes of the memory behind the whole weight now."""
     return layer.weight.untyped_storage().nbytes()
 
 

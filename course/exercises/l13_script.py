@@ -262,10 +262,10 @@ def reference(
         steps_taken: How many steps the optimizer makes; None: all.
         forgets_at: Before this step the optimizer loses its state.
         max_norm: To which gradients are clipped.
-        loss_scale: Of each micro-batch.
+        loss_scale: Factor of the loss of each micro-batch.
         micro_batches: Which of them it reads.
         zero: Whether gradients are set to zero before a step.
-        momentum: Of SGD.
+        momentum: Momentum of SGD.
     """
     model = lab.build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum)

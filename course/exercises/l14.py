@@ -228,7 +228,7 @@ def own_script(text: str, lab: Lab) -> None:
     """The learner's batch script: two nodes, a task for each of two ranks per node, ten steps.
 
     Args:
-        text: Of the script.
+        text: Text of the script.
         lab: Where it runs.
     """
     script = _silent(text)
@@ -299,7 +299,7 @@ def lasting_script(text: str, lab: Lab) -> None:
     It is sent USR1 when its log shows step 10, as SLURM does before the time limit.
 
     Args:
-        text: Of the script.
+        text: Text of the script.
         lab: Where it runs.
     """
     script = _silent(text)

@@ -603,7 +603,7 @@ def form(form: Any) -> None:
 
 
 def hybrid_form(form: Any) -> None:
-    """The same for a model that is cut between its layers and through them."""
+    """The learner's numbers for a model that is cut between its layers and through them."""
     tell(HYBRID_NUMBERS, _filled_in(form, "my_hybrid"))
 
 
@@ -656,7 +656,7 @@ def hybrid(
     run: Callable[[Job], Submitted],
     reference: Sequence[Mapping[str, float]],
 ) -> None:
-    """The same for 15.5; some steps of the job are recorded."""
+    """Check exercise 15.5 in the same way; some steps of the job are recorded."""
     hybrid_form(blanks)
     _check_run(run(job({**blanks, **RECORDED})), blanks, reference)
 

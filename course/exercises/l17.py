@@ -453,7 +453,7 @@ def _attempt(
 
     Args:
         train: It.
-        folder: Of the checkpoints.
+        folder: Folder of the checkpoints.
         num_steps: Its argument.
         die_before: Number of its own steps that it may make; None: all.
         die_in_save: In which of its saves it is killed, from 0; None: in none.
@@ -538,10 +538,10 @@ def _check_resumes(
     Args:
         case: What happens.
         train: The learner's function.
-        truth: Of the undisturbed run.
+        truth: States and losses of the undisturbed run.
         first: Steps that are done when it goes on.
         damaged: So many of the newest checkpoints are cut off before it goes on.
-        killed: Of `_attempt`: when the first attempt dies.
+        killed: When the first attempt dies, as `_attempt` takes it.
     """
     with _folder() as folder:
         _attempt(train, folder, **killed)

@@ -325,7 +325,7 @@ def _check_scale_of(
         case: What a hint begins with.
         own: The learner's object.
         amaxes: What was recorded, oldest first.
-        length: Of the history.
+        length: Length of the history.
         largest: Where the largest amax of the history is to land, the margin below the end.
         margin: In powers of two.
     """
@@ -599,10 +599,10 @@ class _Weight(NamedTuple):
     """A weight of which each rank has some rows.
 
     Args:
-        rows: Of each rank.
-        columns: Of all.
-        size: Of its numbers, about.
-        dtype: Of the shards.
+        rows: Number of rows of each rank.
+        columns: Number of columns, the same on all.
+        size: Rough size of its numbers.
+        dtype: Dtype of the shards.
     """
 
     rows: int

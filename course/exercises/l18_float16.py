@@ -124,7 +124,7 @@ def _check_update(answer: Callable[..., Any]) -> None:
 
 
 def _in_turn(answer: Callable[..., Any]) -> None:
-    """As a training calls them: unscale, then update with what it said."""
+    """Call both as a training does: unscale, then update with what it said."""
     own = answer(scale=2.0, growth_interval=3)
     overflows = (True, True, False, False, False, True, False, False, False)
     truths = (1.0, 0.5, 0.5, 0.5, 1.0, 0.5, 0.5, 0.5, 1.0)
@@ -182,14 +182,14 @@ class _Training:
 
     Args:
         step: Does one of them.
-        max_norm: Of the gradients.
+        max_norm: Largest norm of the gradients.
         overflows_at: Number of the step in which the gradients overflow; None: in none.
 
     Attributes:
         events: Which methods of the scaler were called.
         flags: What `update` was given.
         seen: What has happened at least once.
-        dtypes: Of the logits.
+        dtypes: Dtypes of the logits.
         gradients: That reached the optimizer, a row for each of its steps.
         left: The gradients after each call of `step`.
         moved: How far the weights went in all.
@@ -219,7 +219,7 @@ class _Training:
         self.moved = _weights(self.model) - before
 
     def backward(self, loss: Tensor) -> None:
-        """Of a scaler; its gradients are not finite in the step that overflows."""
+        """Backward of a scaler; its gradients are not finite in the step that overflows."""
         is_first = self.events[-1:] != ["backward"]
         if is_first and bool(_gradient(self.model).any()):
             self.seen.add("gradients of the step before")
@@ -230,14 +230,14 @@ class _Training:
         (loss * (math.inf if overflows else self.scale)).backward()
 
     def unscale(self, params: Iterable[nn.Parameter]) -> bool:
-        """Of a scaler."""
+        """The scaler's unscale."""
         self.events.append("unscale")
         grads = [param.grad for param in params if param.grad is not None]
         torch._foreach_div_(grads, self.scale)
         return all(bool(grad.isfinite().all()) for grad in grads)
 
     def update(self, finite: Any) -> None:
-        """Of a scaler; in so few steps the scale does not grow."""
+        """The scaler's update; in so few steps the scale does not grow."""
         self.events.append("update")
         self.flags.append(finite)
         if not finite:
@@ -359,7 +359,7 @@ def _check_scaler_used(run: _Training) -> None:
 
 
 def _wrong_flags(run: _Training, truths: Sequence[bool]) -> dict[str, bool]:
-    """As rows of a table: in which step `update` was not told whether all gradients were finite."""
+    """Rows of a table: in which step `update` was not told whether all gradients were finite."""
     mistakes = {}
     for number, (flag, truth) in enumerate(zip(run.flags, truths), 1):
         were = "all gradients were finite" if truth else "a gradient was not finite"

@@ -74,7 +74,7 @@ def sweep(
     Where a run has not come to the target, the cell names the steps that it was given.
 
     Args:
-        rows: Of one sweep; the means over their seeds are shown.
+        rows: Rows of one sweep; the means over their seeds are shown.
         alt: What the figure shows.
         of: "val_loss" or "loss" at the end, or "steps" to `target`.
         target: The loss for `of="steps"`.
@@ -150,7 +150,7 @@ def steps_against_batch(
 
     Args:
         measured: {batch: steps}.
-        curve: As fitted.
+        curve: The fitted curve.
         alt: What the figure shows.
         noise_scale: The mean of a run, drawn as an upright line beside the critical batch.
         title: Above the figure.

@@ -113,7 +113,7 @@ def told(output: str) -> str:
     """What the ranks said, without what differs from run to run, most steps and the sample text.
 
     Args:
-        output: Of `launch.run`.
+        output: What `launch.run` returned.
     """
     lines = []
     steps = []  # that have not been told yet

@@ -236,7 +236,7 @@ class Ranks:
             name: By which tracebacks know it.
 
         Raises:
-            RankError: As of `run`.
+            RankError: As in `run`.
         """
         with self._turn:
             processes = self._ready()
@@ -358,7 +358,7 @@ class _Watch:
     """Looks, while a call runs, whether its ranks wait for one that will never come.
 
     Args:
-        processes: Of the pool.
+        processes: Processes of the pool.
         n: Number of ranks.
         limit_s: How long the call may take; None is for ever.
     """

@@ -133,7 +133,7 @@ class Loader:
         num_parts: Micro-batches of a step.
         config: Who reads, and how far ahead.
         device: Where the batches go.
-        dtype: Of floating-point samples, on the device; None: as they are.
+        dtype: Dtype of floating-point samples on the device; None: they keep theirs.
 
     Attributes:
         waited_s: Seconds that `take` has kept the loop waiting so far, all steps together: the

@@ -16,7 +16,7 @@ def user_path(path: str | Path, field: str) -> Path:
     """A path with the home folder in place of `~`.
 
     Args:
-        path: As in the config.
+        path: Path as it stands in the config.
         field: The field it comes from, for the message: "data.path".
 
     Raises:

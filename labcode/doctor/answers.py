@@ -40,7 +40,7 @@ class Thread:
     """What one thread runs.
 
     Args:
-        name: Of the thread.
+        name: Name of the thread.
         frames: "read (labcode/data/weather.py, line 88)", innermost call first.
     """
 
@@ -69,7 +69,7 @@ class Answer:
     threads: tuple[Thread, ...]
 
     def to_json(self) -> str:
-        """As text, for the file."""
+        """The answers as JSON text, for the file."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -88,7 +88,7 @@ class Answers:
     Communicates: nothing. Each rank opens one file a second, which is not there.
 
     Args:
-        folder: Of the run. A rank that does not see it cannot be asked.
+        folder: Folder of the run. A rank that does not see it cannot be asked.
         step: How many optimizer steps are done.
 
     Held by: tests/ranks/test_ask.py

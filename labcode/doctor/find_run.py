@@ -82,7 +82,7 @@ def runs_of_job(number: str) -> Iterator[Path]:
     """The runs below the working folder of a job of SLURM that say that they belong to it.
 
     Args:
-        number: Of the job.
+        number: Number of the job.
 
     Raises:
         ValueError: SLURM knows no such job, or does not answer.

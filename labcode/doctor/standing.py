@@ -73,7 +73,7 @@ def call_of(entry: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> 
     """One entry of the flight recorder as a call; None of a group that no longer exists.
 
     Args:
-        entry: As torch writes it.
+        entry: Entry of the flight recorder, as torch writes it.
         groups: {name of a group: its global ranks}.
     """
     name, description = entry["process_group"]

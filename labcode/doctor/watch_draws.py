@@ -29,8 +29,8 @@ class Draws:
     """Looks on while the batches of a DataLoader are made, in its workers or in this process.
 
     Args:
-        loader: Of a dataset with `__getitem__`. Its `collate_fn` and `worker_init_fn` are to be
-            replaced by `collate` and `begin_worker`.
+        loader: Loader of a dataset with `__getitem__`. Its `collate_fn` and `worker_init_fn` are to
+            be replaced by `collate` and `begin_worker`.
     """
 
     def __init__(self, loader: DataLoader) -> None:

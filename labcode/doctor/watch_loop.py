@@ -68,7 +68,8 @@ class Watch:
         gradients and each forward pass that sends buffers.
 
     Args:
-        model: As the loop calls it: DDP, labcode's DataParallel, or a bare module; compiled or not.
+        model: The model as the loop calls it: DDP, labcode's DataParallel, or a bare module;
+            compiled or not.
         optimizer: Ends a step; or several, each of which has steps of its own. The time of a step
             is that between two steps of the first.
         loader: The time of its batches is taken; of a DataLoader its DistributedSampler and the
@@ -294,7 +295,7 @@ class Watch:
         self._patch(clip_grad, "_clip_grads_with_norm_", clipping)
 
     def _all_facts(self, patience_s: float) -> list[Facts]:
-        """Of the ranks that come in time: one may have died."""
+        """Facts of the ranks that come in time: one may have died."""
         if self._checks is None:
             return [self.facts]
         store = self._checks.store
@@ -674,7 +675,7 @@ def _nothing(_: int) -> None:
 
 
 def _checksum(values: list[torch.Tensor]) -> int:
-    """Of numbers spread over all inputs."""
+    """Checksum of numbers spread over all inputs."""
     total = 0
     for value in values:
         flat = value.detach().flatten()

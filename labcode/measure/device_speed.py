@@ -35,7 +35,7 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
     Args:
         device: Where.
-        dtype: Of the factors and the product.
+        dtype: Dtype of the factors and the product.
 
     Held by: tests/unit/test_device_speed.py
     """
@@ -73,7 +73,7 @@ def device_speed(device: torch.device, dtype: torch.dtype) -> DeviceSpeed:
 
     Args:
         device: Where.
-        dtype: Of the matrix products.
+        dtype: Dtype of the matrix products.
 
     Held by: tests/unit/test_device_speed.py
     """

@@ -135,7 +135,7 @@ class Log:
         """Keep, write and show a row.
 
         Args:
-            row: As in `metrics.jsonl`.
+            row: The row as it stands in `metrics.jsonl`.
             line: Shown in its place, on a terminal too.
 
         Raises:

@@ -34,7 +34,7 @@ class Dot:
     """One operation on the roof.
 
     Args:
-        name: Of the operation.
+        name: Name of the operation.
         flops: That it computes.
         num_bytes: That it reads and writes at least: each operand once.
         seconds: Measured.
@@ -115,7 +115,7 @@ def attention_s(
         kernel: One of `KERNELS`.
         shape: Batch, heads, tokens, size of a head.
         device: Where.
-        dtype: Of q, k and v.
+        dtype: Dtype of q, k and v.
         backward: Forward and backward, instead of forward alone.
     """
     q, k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(3))

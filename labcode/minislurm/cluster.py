@@ -365,7 +365,8 @@ class Cluster:
             node: "n1", "n2", ...; None for the head.
             timeout_s: The command is ended after this time, and when the caller is interrupted.
             check: Raise if it fails.
-            root: As the owner of the host's network and mounts; no difference if the user is root.
+            root: Run the command as the owner of the host's network and mounts; no difference if
+                the user is root.
             input: Text for its standard input.
 
         Returns:

@@ -194,7 +194,7 @@ def cgroup_conf(spec: Spec, version: str) -> str:
     """The text of cgroup.conf.
 
     Args:
-        spec: Of the cluster.
+        spec: Spec of the cluster.
         version: What `slurmctld -V` says.
     """
     if spec.cgroup:

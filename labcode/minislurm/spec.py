@@ -103,7 +103,7 @@ class Spec:
         return cls.of(**json.loads(path.read_text()))
 
     def text(self) -> str:
-        """As JSON, the same for equal specs."""
+        """The spec as JSON, the same for equal specs."""
         return json.dumps(asdict(self), indent=1)
 
     def names(self) -> list[str]:

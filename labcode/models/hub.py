@@ -562,7 +562,7 @@ def bare_name(name: str) -> str:
 
 
 def bare_names(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The same by their bare names (`bare_name`).
+    """The same tensors under their bare names (`bare_name`).
 
     What all names begin with is the attribute under which a program keeps the model, such as `net`
     of a LightningModule: no model here has all its weights in one module.

@@ -27,7 +27,7 @@ class Spread:
 
     Args:
         count: Runs.
-        median, p90: Of the absolute relative errors.
+        median, p90: Median and 90th percentile of the absolute relative errors.
         ratio: The median of predicted over measured: above 1 is too slow.
     """
 
@@ -138,7 +138,7 @@ def picks(runs: Iterable[PublishedRun], predictor: Predictor = predicted_s) -> l
 
 
 def regrets(runs: Iterable[PublishedRun], predictor: Predictor = predicted_s) -> list[float]:
-    """Of each sweep, how much longer the layout takes that is predicted as the fastest."""
+    """For each sweep, how much longer the layout takes that is predicted as the fastest."""
     return [pick.regret for pick in picks(runs, predictor)]
 
 

@@ -34,7 +34,7 @@ class Event(NamedTuple):
     """What ran from when to when.
 
     Args:
-        name, category: As above.
+        name, category: Name and category, as above.
         start_us, stop_us: Microseconds of the profiler's clock.
         thread: (process, thread), or (device, stream) of what ran on a GPU.
         args: What else is known of it.
@@ -86,7 +86,7 @@ class Trace:
 
     @property
     def rank(self) -> int:
-        """Of the process that was recorded; 0 where it was alone."""
+        """Rank of the process that was recorded; 0 where it was alone."""
         return self.content.get("distributedInfo", {}).get("rank", 0)
 
     @property

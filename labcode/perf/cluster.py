@@ -67,10 +67,10 @@ class Gpu:
     """A kind of GPU, or another device.
 
     Args:
-        name: Of its table.
-        peak_flops_per_s: Of the datasheet, by dtype.
+        name: Name of its table, such as "h100".
+        peak_flops_per_s: FLOP/s from the datasheet, by dtype.
         memory_bytes: What a process can have of its memory.
-        memory_bytes_per_s: Of the datasheet.
+        memory_bytes_per_s: Bytes per second from the datasheet.
         matmul_share: By dtype, what a large matrix product reaches of the peak.
         memory_share: What an operation that computes little reaches of the memory's bandwidth.
         attention_share: By kernel, what a fused attention reaches of the peak; as KERNEL_causal,
@@ -152,7 +152,7 @@ class Cluster:
     """Nodes full of GPUs; ranks fill them in order.
 
     Args:
-        name: Of its table.
+        name: Name of its table.
         gpu: What a node is full of.
         gpus_per_node: How many.
         inside: A link of a ring inside a node, as a collective sees it.

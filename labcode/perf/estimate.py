@@ -67,9 +67,9 @@ class Estimate:
     Args:
         parts: {part: seconds} of a step; they add up to `step_s`.
         memory_parts: {part: bytes} of the fullest rank; they add up to `memory_bytes`.
-        model_flops: Of a step over all ranks, without activation checkpointing, the whole square of
-            attention.
-        peak_flops_per_s: Of all GPUs, by the datasheet.
+        model_flops: FLOPs of a step over all ranks, without activation checkpointing, the whole
+            square of attention.
+        peak_flops_per_s: Peak of all GPUs together, by the datasheet.
         memory_limit_bytes: What a GPU has.
     """
 
@@ -232,7 +232,7 @@ class _Stage(NamedTuple):
 
     Args:
         parts: {part: seconds}.
-        seconds: Of all parts.
+        seconds: Seconds of all parts.
         waiting_s: What the other stages take: the first forward and the last backward of each,
             which fill and drain the pipeline.
     """

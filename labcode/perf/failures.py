@@ -67,12 +67,12 @@ def simulate(
     """Play a run with failures at random times.
 
     Args:
-        work_s: Of the whole run, without failures and checkpoints.
-        interval_s: Of work between two checkpoints.
+        work_s: Seconds of work in the whole run, without failures and checkpoints.
+        interval_s: Seconds of work between two checkpoints.
         save_s: Standstill for a checkpoint.
         restart_s: From a failure until work goes on; none comes meanwhile.
         mtbf_s: Mean time between failures.
-        seed: Of the failures.
+        seed: Seed of the failures.
     """
     random = Random(seed)
     now_s = 0.0
@@ -104,7 +104,7 @@ def overhead(interval_s: float, save_s: float, restart_s: float, mtbf_s: float) 
     of these attempts; each failure adds the restart.
 
     Args:
-        interval_s: Of work between two checkpoints.
+        interval_s: Seconds of work between two checkpoints.
         save_s: Standstill for a checkpoint.
         restart_s: From a failure until work goes on.
         mtbf_s: Mean time between failures, M.

@@ -67,7 +67,7 @@ class Way(NamedTuple):
 
     Args:
         shape, settings: What it is.
-        needed_bytes: Of the fullest GPU.
+        needed_bytes: Bytes of the fullest GPU.
     """
 
     shape: GridShape
@@ -96,7 +96,7 @@ class Found:
     Args:
         stages: {stage of ZeRO: the ways that fit, from the least activation checkpointing to the
             most}, of plain data parallelism.
-        least: Of each such stage the way that needs least.
+        least: For each such stage the way that needs least.
         grid: If no stage fits with room to spare, the way with least model parallelism that does,
             if need be a tight one; None: none does.
         least_of_all: The way that needs least, whether it fits or not.
@@ -141,7 +141,7 @@ def search(
     Args:
         model: Its shape.
         gpus: How many.
-        memory_bytes: Of one.
+        memory_bytes: Memory of one GPU.
         base: Bytes of a weight, dtype, attention: what is not searched.
         gpus_per_node: How far tensor parallelism reaches.
 

@@ -104,7 +104,7 @@ class Cut(NamedTuple):
         micro_batch: Samples at once.
         tp, cp: Ranks that share the features, and the sequence.
         sequence_parallel: Whether tp cuts norms and residuals as well.
-        dtype: Of the products.
+        dtype: Dtype of the products.
         attention: "unfused", "flash", "flash2" or "flash3".
         compiled: Whether a compiler has fused what is elementwise.
         ep: Ranks over which the experts are divided.
@@ -130,7 +130,8 @@ def tile_share(m: float, n: float, multiprocessors: int | None, count: float = 1
 
     Args:
         m, n: Rows and columns of the product.
-        multiprocessors: Of the device; None: unknown, and nothing is lost.
+        multiprocessors: Number of multiprocessors of the device; None: unknown, and nothing is
+            lost.
         count: Products of this size at once.
 
     Held by: tests/unit/test_layer_time.py::test_the_last_wave_of_tiles_may_be_almost_empty

@@ -84,11 +84,11 @@ def layer_activations(
         shape: The grid; only tp and cp matter to one layer.
         batch: Samples that this rank works on at once.
         sequence_parallel: Whether what tp leaves whole is cut along the sequence.
-        value_bytes: Of one activation that a matrix product reads or writes.
-        residual_bytes: Of one number between the layers, which the norms read; None: as
+        value_bytes: Bytes of one activation that a matrix product reads or writes.
+        residual_bytes: Bytes of one number between the layers, which the norms read; None: as
             `value_bytes`. Autocast keeps 4.
-        mask_bytes: Of one number of a dropout mask: 1 on a GPU; on a CPU torch keeps as much as for
-            the number that it drops.
+        mask_bytes: Bytes of one number of a dropout mask: 1 on a GPU; on a CPU torch keeps as much
+            as for the number that it drops.
         fused_attention: Whether the scores are never stored (FlashAttention, and what PyTorch calls
             efficient attention).
         activation_checkpointing: "selective": log-sum-exp and scores are computed again. "full":
@@ -223,7 +223,7 @@ def _attention(
     """What is cut by heads.
 
     Args:
-        tokens: Of this rank of cp, divided by tp: cutting the heads has the same effect.
+        tokens: Tokens of this rank of cp, divided by tp: cutting the heads has the same effect.
     """
     heads = model.num_heads
     kv_heads = _kv_heads(model)

@@ -35,7 +35,7 @@ class ClusterModel:
     """Nodes full of devices; ranks fill them in order.
 
     Args:
-        flops_per_s: Of one device, in matrix products; everything else takes no time.
+        flops_per_s: FLOP/s of one device, in matrix products; everything else takes no time.
         inside: A link inside a node.
         between: A link between two nodes.
         ranks_per_node: Devices of a node.
@@ -244,11 +244,11 @@ def device_step(
 
     Args:
         model: Every size filled in. No dropout and no activation checkpointing.
-        speed: Of the device, in the dtype of the matrix products.
+        speed: Measured speed of the device, in the dtype of the matrix products.
         micro_batch: Samples at once.
         num_micro_batches: How many of them make a step.
-        value_bytes: Of a number that a matrix product reads or writes.
-        wide_bytes: Of weights, gradients, residuals and loss.
+        value_bytes: Bytes of a number that a matrix product reads or writes.
+        wide_bytes: Bytes of a number in weights, gradients, residuals and loss.
 
     Source: Williams et al. 2009 (Roofline, doi:10.1145/1498765.1498785); the launch as a part of
         its own, as in He 2022, "Making Deep Learning Go Brrrr From First Principles".

@@ -35,7 +35,7 @@ class Transformer:
     """Sizes of a transformer; those in features unless it says otherwise.
 
     Args:
-        num_layers, hidden_size, num_heads: As usual.
+        num_layers, hidden_size, num_heads: The usual sizes of a transformer.
         sequence_length: Tokens, or patches, of one sample.
         outputs: What the head predicts for a token: the vocabulary, or the values of a patch.
         kv_heads: Key/value heads; None: as many as query heads.
@@ -47,7 +47,7 @@ class Transformer:
         biases: Whether products and norms have biases.
         causal: Whether a token attends to those before it only.
         dropout: Whether there is any.
-        head_features: Of one head; None: hidden_size / num_heads.
+        head_features: Features of one head; None: hidden_size / num_heads.
         max_positions: How many positions have a weight, if more than a sequence has; None: as many.
         experts: MLPs of a layer between which a router chooses; 0: one for all tokens, no router.
         active_experts: How many of them a token goes through.

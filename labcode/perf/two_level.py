@@ -32,7 +32,7 @@ class Placement(NamedTuple):
     """Where the ranks of a group sit.
 
     Args:
-        ranks: Of the group.
+        ranks: Number of ranks of the group.
         per_node: How many of them share a node.
     """
 
@@ -106,7 +106,7 @@ def group_link(cluster: Cluster, place: Placement) -> Link:
 
 
 def link_over(inside: Link, between: Link, place: Placement) -> Link:
-    """As `group_link`, of two links.
+    """Like `group_link`, over two links.
 
     alpha is the mean over the ring: k of its n messages cross the network.
     """

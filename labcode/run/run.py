@@ -122,7 +122,7 @@ def _resolve(config: Config, place: Place) -> Resolved:
 
     Args:
         config: The run.
-        place: Of this process.
+        place: Where this process stands: its rank and host.
 
     Raises:
         RefusedError: It cannot be, as every rank finds.
@@ -169,7 +169,7 @@ def set_up(
     Args:
         resolved: The run.
         world: This process.
-        folder: Of the run.
+        folder: Folder of the run.
         signals: What asks a run to stop.
         watch: Speaks when nothing moves.
         opened: Closes what is opened here.
@@ -269,8 +269,8 @@ def _claim(folder: RunFolder, place: Place) -> Path:
     attempt sees another run.
 
     Args:
-        folder: Of the run.
-        place: Of this process.
+        folder: Folder of the run.
+        place: Where this process stands: its rank and host.
     """
     out = folder.claim()
     attempts.note_folder(out, place)
@@ -287,7 +287,7 @@ def _open_observers(
     """The log of a run and who looks on at it.
 
     Args:
-        training: As `build` makes it.
+        training: The training as `build` makes it.
         opened: Closes them; what is open when the next one fails is closed too.
         out: The folder of the run; None writes nothing.
         signals: What asks the run to stop; None: it listens while it trains.
@@ -306,7 +306,7 @@ def _train(ready: Ready, folder: RunFolder) -> None:
 
     Args:
         ready: The run before its first step.
-        folder: Of the run; from here on what is written there stays.
+        folder: Folder of the run; from here on what is written there stays.
     """
     training = ready.training
     world = training.world
@@ -328,7 +328,7 @@ def train(training: Training, out: Path | None = None) -> list[dict[str, float]]
     """Train to the end, with all that looks on at a run, and close it; for labs and tests.
 
     Args:
-        training: As `build` makes it.
+        training: The training as `build` makes it.
         out: An existing folder; None writes nothing.
 
     Returns:
@@ -348,7 +348,7 @@ def _leave(
 
     Args:
         ready: The run, if it was set up.
-        folder: Of the run; None: it failed before that was known.
+        folder: Folder of the run; None: it failed before that was known.
         ctrl_c: A second Ctrl-C must not break off what is put back.
         opened: What is to be closed.
     """
@@ -377,7 +377,7 @@ def _code_after(
 
     Args:
         error: What was raised.
-        place: Of this process.
+        place: Where this process stands: its rank and host.
         ready: The run, if it was set up.
         ctrl_c: Whether it was heard.
         watch: Knows who waited for whom; None: the ranks had not met.
@@ -408,7 +408,7 @@ def _others_were_interrupted(place: Place, ctrl_c: CtrlC) -> bool:
     or another one alone has got it, and has left word.
 
     Args:
-        place: Of this process.
+        place: Where this process stands: its rank and host.
         ctrl_c: Whether it was heard here.
     """
     # else the store may be gone with the rank that hosts it
@@ -452,7 +452,7 @@ def _folder_that_all_see(config: Config, folder: RunFolder, choose: Callable[[],
 
     Args:
         config: The run.
-        folder: Of the run.
+        folder: Folder of the run.
         choose: Its `look` or its `claim`, on rank 0.
 
     Raises:

@@ -24,12 +24,12 @@ class Look:
     """A run as its files show it at one moment.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
         steps: That it is to do; 0 where that is not known.
         is_running: Whether a process holds its folder.
-        rows: Of metrics.
+        rows: Rows of its metrics.
         device: Samples of its device.
-        reference_rows: Of the reference run of its recipe, or none.
+        reference_rows: Rows of the reference run of its recipe, or none.
     """
 
     folder: Path
@@ -55,8 +55,8 @@ class Look:
         """(steps, values) of one metric, or of the device.
 
         Args:
-            name: Of a metric, such as "loss"; or "utilisation" (0 to 1) or "memory_bytes", of which
-                a run without samples of its device has its own.
+            name: Name of a metric, such as "loss"; or "utilisation" (0 to 1) or "memory_bytes", of
+                which a run without samples of its device has its own.
         """
         rows = self.device if name in device_samples.UNITS and self.device else self.rows
         return series(rows, name)
@@ -67,7 +67,7 @@ def series(rows: Sequence[metrics.Row], name: str) -> tuple[list[float], list[fl
 
     Args:
         rows: In the order of their steps.
-        name: Of a metric.
+        name: Name of a metric.
     """
     steps = []
     values = []
@@ -116,7 +116,7 @@ def _reference_rows(name: str, over: str | Path | None) -> list[dict[str, float]
     """The rows of the run that another one is compared with, or none.
 
     Args:
-        name: Of the recipe.
+        name: Name of the recipe.
         over: As in `look`.
 
     Raises:
@@ -194,7 +194,7 @@ def shown(name: str, value: float) -> str:
     """A value of `TITLES` with its unit.
 
     Args:
-        name: Of the metric.
+        name: Name of the metric.
         value: A fraction of 1, bytes, tokens per second, or a loss in its own unit.
     """
     if name == "utilisation":
@@ -211,7 +211,7 @@ def _at(rows: Sequence[metrics.Row], name: str, step: float) -> float | None:
 
     Args:
         rows: In the order of their steps.
-        name: Of a metric.
+        name: Name of a metric.
         step: Optimizer steps.
     """
     found = None

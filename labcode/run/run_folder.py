@@ -38,7 +38,7 @@ class RunFolder:
     Every rank has one; the methods are for rank 0 alone, and `close` does nothing elsewhere.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
     """
 
     def __init__(self, config: Config) -> None:
@@ -287,7 +287,7 @@ def write_config(config: Config, out: Path) -> None:
     """Write `config.json`, which also marks the folder as that of a run.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
         out: Its folder.
     """
     text = json.dumps(dataclasses.asdict(config), indent=2)

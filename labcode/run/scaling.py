@@ -32,7 +32,7 @@ class Run:
     """One run of a comparison.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
         row: Its batch, rate, losses and the seconds of a step.
         samples_per_s: Median over the rows of metrics, without the first, in which all warms up.
     """

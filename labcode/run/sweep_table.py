@@ -30,7 +30,7 @@ class Row:
         recipe: Its name.
         batch: Samples per optimizer step.
         lr: Learning rate as it was asked for, before any `optim.lr_rule`.
-        seed: Of the initial weights and the order of the data.
+        seed: Seed of the initial weights and the order of the data.
         status: "done", "diverged" or "failed".
         reason: Why it is not "done", in one line.
         steps: Optimizer steps that it did.
@@ -169,7 +169,7 @@ def to_loss(rows: Sequence[Row], target: float, *, of: str = "val_losses") -> li
     rate that does is left out.
 
     Args:
-        rows: Of one sweep.
+        rows: Rows of one sweep.
         target: The loss.
         of: "val_losses", or "losses" of training.
 
@@ -203,7 +203,7 @@ def good_rates(
     The best rate of a grid says more than a sweep knows: its neighbour is often nearly as good.
 
     Args:
-        rows: Of one sweep; a rate counts where all of its seeds reach the loss.
+        rows: Rows of one sweep; a rate counts where all of its seeds reach the loss.
         target: The loss.
         slack: Times the fewest steps of the batch, means over the seeds.
         of: "val_losses", or "losses" of training.
@@ -357,7 +357,7 @@ def row_of_history(
 
     Args:
         named: Fields that the metrics do not hold: `run`, `recipe`, `batch` and so on.
-        history: As `Trainer.history`.
+        history: The history as `Trainer.history` has it.
         steps: Done.
     """
     losses = []

@@ -46,7 +46,7 @@ class _Labelled(io.RawIOBase):
             *lines, self.rest = (self.rest + bytes(data)).split(b"\n")
             text = b""
             for line in lines:
-                # Of a progress bar that was redrawn in place the last state.
+                # A progress bar is redrawn in place: only its last state is passed on.
                 last_state = line.rstrip(b"\r").rpartition(b"\r")[2]
                 text += self.label + last_state + b"\n"
             if text:

@@ -142,7 +142,7 @@ def run_near(path: Path) -> str:
     Looked for in the folder itself, beside it, and where runs of the course lie.
 
     Args:
-        path: As it was given.
+        path: The path as it was given.
     """
     places = [path, path.parent, *map(Path, RUN_FOLDERS)]
     configs: dict[Path, Path] = {}  # one path to each, as short as it was given

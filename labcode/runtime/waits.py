@@ -43,7 +43,8 @@ class Call:
 
     Args:
         operation: Its name in torch, such as "all_reduce".
-        number: Of the collectives of its group, counted from 1: ranks meet in equal numbers.
+        number: Number among the collectives of its group, counted from 1: ranks meet in equal
+            numbers.
         sizes: Shape of each tensor that goes in.
         ranks: Global ranks of its group.
         created_s: When it was called, in seconds since 1970.
@@ -93,7 +94,7 @@ class Standing:
         return None
 
     def to_json(self) -> str:
-        """As text, for the store through which the ranks tell each other."""
+        """The standing as JSON text, for the store through which the ranks tell each other."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -126,7 +127,7 @@ def describe(
     """Who waits for whom, in one line: first those for whom the others wait.
 
     Args:
-        standings: Of the ranks that have answered.
+        standings: Standings of the ranks that have answered.
         world_size: Number of ranks.
         silence: What the others do, of one rank and of several, and why.
     """

@@ -29,7 +29,7 @@ class Where:
     """Where the variables are set; what is not known is None, and no rule that asks it speaks.
 
     Args:
-        nodes: Of the job.
+        nodes: Number of nodes of the job.
         cores: That a task may use.
         interfaces: Names of the network interfaces.
         infiniband: Names of the InfiniBand or RoCE cards; empty: there is none.
@@ -87,8 +87,8 @@ class Meaning:
         names: The variables.
         text: "NAME=value: what follows".
         cure: What to do.
-        is_wrong: As in the rule.
-        source: Of the rule.
+        is_wrong: Whether the value is wrong, as in the rule.
+        source: Source of the rule.
     """
 
     names: tuple[str, ...]

@@ -42,7 +42,7 @@ class Launch:
     """One command of the script that starts something.
 
     Args:
-        line: Of the script.
+        line: Number of its line in the script.
         text: The whole command as it is written.
         order: Its place among the simple commands of the script.
         by: "srun", another launcher such as "mpirun", or "" for the batch script itself.

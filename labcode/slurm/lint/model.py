@@ -279,7 +279,7 @@ class Signal:
     """What `#SBATCH --signal=B:USR1@60` asks for.
 
     Args:
-        line: Of the directive.
+        line: Number of the line of its directive.
         text: Its value.
         name: "USR1", or a number.
         to_script: Whether the batch script gets it, with `B:`; else the tasks of the steps do.

@@ -833,7 +833,7 @@ def _without_number(found: re.Match[str]) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _kind_of(text: str) -> Kind | None:
-    """As above, once for all steps of a training, whose lines differ in their numbers alone."""
+    """Kind as above, found once for all steps of a training: only their numbers differ."""
     if not _ANY.search(text):
         return None
     for sign, kind in _SIGNS:

@@ -60,10 +60,10 @@ class LogLine:
 
     Args:
         file: Its file, a name for a person.
-        number: Of the line there, from 1.
+        number: Number of the line there, from 1.
         text: Without what launchers wrote before it.
-        rank: Of the process that wrote it.
-        host: Of its machine.
+        rank: Rank of the process that wrote it.
+        host: Name of its machine.
         time_s: When it, or the last line before it that says so, was written: seconds since some
             moment, the same for all lines.
     """

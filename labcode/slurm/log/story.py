@@ -86,11 +86,11 @@ class Event:
     """A line that tells of a failure.
 
     Args:
-        kind: Of it.
+        kind: What happened.
         line: Where it stands.
         what: What it says, for a person.
         rank: Whose it is; None if nobody says.
-        host: Of that rank.
+        host: Machine of that rank.
         place: "step (train.py, line 88)", of an exception.
         is_first: The launcher saw this process end first.
         ranks: All that the line speaks of, if it is of several.
@@ -292,7 +292,7 @@ class _Steps:
     """The lines of each rank that may be steps of its training.
 
     Args:
-        lines: Of the log.
+        lines: Lines of the log.
         sources: Whose lines are asked for.
     """
 

@@ -59,10 +59,10 @@ class Record:
     """What the file beside the log says of a job.
 
     Args:
-        state: As SLURM would call it.
+        state: State as SLURM would call it.
         reason: Why it ended.
         code: Exit code of the agent that failed first, negative for a signal.
-        name, nodes, minutes: Of the job.
+        name, nodes, minutes: Name, number of nodes and minutes of the job.
         log: Its log.
         pid: The supervisor.
         started, ended: Seconds since 1970; 0 is not yet.
