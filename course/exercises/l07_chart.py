@@ -87,7 +87,8 @@ def _check_named(
 
 STEPS = 3
 LR = 0.1
-# Factor of the loss in each step: who measures with clip_grad_norm_(params, 1.0) is seen in the second.
+# Factor of the loss in each step: who measures with clip_grad_norm_(params, 1.0) is seen in the
+# second.
 LOSS_SCALES = (1.0, 40.0, 1.0)
 COMMON = 1  # the batch that all ranks get
 EXPECTED = {

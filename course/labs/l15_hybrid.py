@@ -199,8 +199,9 @@ def plain(rank: int, changes: Mapping[str, Any]) -> list[dict[str, float]]:
 
 # ---- memory
 
-# Memory of each rank: less than the three tensors of 537 MB that micro-batch 32 has at once on the last
-# stage, and enough for micro-batch 2 (0.12 GB) with what torch takes before it begins (0.4 GB).
+# Memory of each rank: less than the three tensors of 537 MB that micro-batch 32 has at once on the
+# last stage, and enough for micro-batch 2 (0.12 GB) with what torch takes before it begins (0.4
+# GB).
 LIMIT_BYTES = 1_500_000_000
 
 

@@ -49,8 +49,8 @@ from labcode.runtime.units import si
 SHAKESPEARE = Path(__file__).parents[1] / "assets" / "shakespeare.txt.gz"
 CACHE = "~/.cache/labcode"
 FORMAT = 2  # of the token files: those of another format are made again
-# Largest size of an unpacked text. Its characters and its tokens are in memory together once, and a packed file
-# of 4 MB may hold as much.
+# Largest size of an unpacked text. Its characters and its tokens are in memory together once, and a
+# packed file of 4 MB may hold as much.
 MOST_TEXT_BYTES = 4 * 10**9
 READ_BYTES = 2**20  # at once
 PROGRESS_S = 5.0
