@@ -336,7 +336,7 @@ def find(number: str, folder: Path) -> Lesson:
     """The lesson of a number: "04", or "4", or "13b".
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no run.
     """
     known = {lesson.number: lesson for lesson in lessons(folder)}
     digits = number.rstrip("b")

@@ -153,7 +153,7 @@ def tried_again(
 
     Args:
         failures: Failures of the first run.
-        run_alone: Runs a test by itself, for so many seconds at most; says whether it passed.
+        run_alone: Runs a test by itself, for a limited number of seconds; says whether it passed.
         within_s: The time that all of them have.
 
     Returns:

@@ -113,7 +113,7 @@ def is_number(value: Any) -> bool:
 
 
 def not_things(count: int) -> Sign:
-    """The sign that it is no tuple or list of so many things."""
+    """The sign that it is no tuple or list of that many things."""
 
     def sign(see: Seen) -> bool:
         return not isinstance(see.found, tuple | list) or len(see.found) != count
@@ -166,7 +166,7 @@ class Contract:
         look: Adds fields to what is seen of a result that has the right form.
         refuses: Why the solution raises an error in some cases; "": it is to raise none.
         ready: Finished solutions, which the answer may not call.
-        loops: Whether it might go on for ever.
+        loops: Whether it might never end.
         tolerance: Relative distance that is rounding.
     """
 

@@ -30,7 +30,7 @@ from labcode.models import vit
 
 
 class _Clock:
-    """A clock that goes on when it is told to."""
+    """A clock that advances when it is told to."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -367,7 +367,7 @@ class _Source:
             raise self.error
 
     def reaches(self, number: int, within_s: float) -> bool:
-        """Whether so many items are read within some seconds."""
+        """Whether that many items are read within some seconds."""
         with self.moved:
             return self.moved.wait_for(lambda: self.num_read >= number, within_s)
 

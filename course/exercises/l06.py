@@ -285,7 +285,7 @@ class _Runs:
     """What the learner's sweep calls; it notes each run.
 
     Args:
-        max_runs: Somebody interrupts the run that follows so many.
+        max_runs: Number of runs after which somebody interrupts the next one.
     """
 
     def __init__(self, max_runs: int = 100) -> None:

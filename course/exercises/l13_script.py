@@ -146,7 +146,7 @@ def _check_result(case: str, found: dict[str, Tensor], steps: int) -> None:
 
 
 def _check_resumed(path: Path) -> None:
-    """One rank goes on where two have stopped."""
+    """One rank resumes where two have stopped."""
     case = "on 1 rank, from the checkpoint of 2: "
     steps, _ = _run(case, path, ALL, "float32", nproc=1)
     expected = list(range(FIRST, ALL))

@@ -174,7 +174,7 @@ def _check_log_folder(script: BatchJob) -> None:
 
 
 def _check_training(script: BatchJob, num_steps: int) -> None:
-    """That the training stops after so many steps; the whole recipe would take minutes."""
+    """Check that the training stops after that many steps; the whole recipe would take minutes."""
     for launch in script.trainings:
         if launch.has_unknown_words or not launch.has(r"labcode\.train\b"):
             continue

@@ -539,8 +539,8 @@ def _check_resumes(
         case: What happens.
         train: The learner's function.
         truth: States and losses of the undisturbed run.
-        first: Steps that are done when it goes on.
-        damaged: So many of the newest checkpoints are cut off before it goes on.
+        first: Steps that are done when it resumes.
+        damaged: Number of the newest checkpoints that are cut off before it resumes.
         killed: When the first attempt dies, as `_attempt` takes it.
     """
     with _folder() as folder:

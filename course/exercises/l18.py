@@ -596,7 +596,7 @@ def _check_reduced(
 
 
 class _Weight(NamedTuple):
-    """A weight of which each rank has some rows.
+    """A weight; each rank has some of its rows.
 
     Args:
         rows: Number of rows of each rank.

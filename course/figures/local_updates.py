@@ -19,7 +19,7 @@ from course.figures.style import (
     put_headline,
 )
 
-MOST_CURVES = 6  # more cannot be told apart
+MOST_CURVES = 6  # more curves cannot be distinguished
 
 
 class LossCurve(NamedTuple):

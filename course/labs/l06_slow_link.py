@@ -95,7 +95,7 @@ def race(
     Args:
         ranks: All of them train.
         ways: {name: the way}.
-        link: Between any two ranks.
+        link: Link between any two ranks.
 
     Returns:
         {name: what rank 0 has seen}.

@@ -493,7 +493,7 @@ def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def train(model: nn.Module, steps: int, rank: int | None = None) -> None:
-    """Steps of SGD on random characters, of which each rank has its own."""
+    """Steps of SGD on random characters; each rank has its own."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     where = dist.get_rank() if rank is None else rank
     for step in range(steps):

@@ -22,7 +22,7 @@ from course.progress import status
 from labcode.slurm.run.client import Client, SlurmError
 
 POLL_S = 0.2
-MAX_RESTARTS = 1  # a job that goes back into the queue more often would do so for ever
+MAX_RESTARTS = 1  # a job that goes back into the queue more often would do so forever
 MEET_S = "30"  # how long ranks wait for each other: most scripts that fail do it there
 
 

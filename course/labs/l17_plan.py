@@ -104,7 +104,7 @@ class Cost:
     Args:
         saving: Standing still for checkpoints, or being slowed down by them.
         lost: Work that is done again.
-        restarting: Until work goes on.
+        restarting: Seconds until work resumes.
     """
 
     saving: float

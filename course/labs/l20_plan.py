@@ -200,7 +200,7 @@ def products(shape: Shape) -> int:
 def flops(
     shape: Shape, samples: float, *, causal: bool = False, checkpointing: str = "none"
 ) -> float:
-    """FLOPs of forward and backward for so many samples."""
+    """FLOPs of forward and backward for that many samples."""
     tokens = samples * shape.tokens
     attention = 4 * tokens * shape.tokens * shape.hidden
     if causal:
@@ -528,7 +528,7 @@ def worst_picks(most: int = 5) -> list[str]:
     """The sweeps in which labcode.perf has picked worst, one line each.
 
     Args:
-        most: So many lines.
+        most: Largest number of lines.
     """
     picks = sorted(accuracy.picks(published_runs()), key=_regret, reverse=True)
     lines = []
@@ -729,9 +729,9 @@ def scaling(
 
     Args:
         shape: Shape of the model.
-        cluster: Where.
+        cluster: Cluster on which it runs.
         sizes: Numbers of GPUs, the smallest first.
-        batch_of: The global batch on so many.
+        batch_of: Global batch on that many.
     """
     points = []
     for gpus in sizes:

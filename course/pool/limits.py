@@ -40,7 +40,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def time_limit_s(own: float | None) -> float | None:
-    """How long a call may take: its own limit, or else that of the block; None is for ever."""
+    """How long a call may take: its own limit, or else that of the block; None is forever."""
     return _limit_s.get() if own is None else own
 
 

@@ -2,8 +2,8 @@
 
 Every engine writes one file in the folder of its pool (`recorder`); the other engines and the
 notebook read it. It is to the pool what the flight recorder of NCCL is to a job: it answers "who is
-missing?" and "who called something else?" when ranks wait in vain, or when gloo has ended a
-process.
+missing?" and "who called something else?" when ranks wait for a call that never comes, or when
+gloo has ended a process.
 
     file of a rank
         header    how many calls, when the current call of the pool began, what it waits in

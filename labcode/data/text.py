@@ -451,7 +451,7 @@ REMEDIES = {
 def _kind(path: Path) -> Kind:
     """What a path leads to: a text, or tokens.
 
-    What cannot be opened is told by whoever opens it.
+    What cannot be opened is reported by the code that opens it.
 
     Raises:
         ValueError: Something else.

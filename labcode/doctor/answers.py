@@ -6,7 +6,7 @@
 Each rank looks for the question once a second, less often in a large job. It needs no signal, which
 would interrupt what the main thread does, no connection to another rank, which may be the one that
 is stuck, and no store. So the ranks that can answer do so whatever the others do, and a run that is
-only slow goes on as if nobody had asked. Nothing is written before somebody asks:
+only slow continues as if nobody had asked. Nothing is written before somebody asks:
 `python -m labcode.doctor hang` does (`labcode.doctor.ask`).
 
     with Answers(folder, step):    # `labcode.train` does this
@@ -112,7 +112,7 @@ class Answers:
     def _listen(self) -> None:
         look_s = max(LOOK_S, dist.get_world_size() / LOOKS_PER_S)
         while not self._stop.wait(look_s):
-            # whoever has asked may remove all of it at any moment
+            # the one who asked may remove all of it at any moment
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 self._look()
 

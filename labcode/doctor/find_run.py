@@ -64,7 +64,7 @@ def runs_of_process(pid: int) -> Iterator[Path]:
     Rank 0 alone holds the lock; the ranks of a node are children of one torchrun.
 
     Args:
-        pid: Its number on this machine.
+        pid: Number of the process on this machine.
     """
     from labcode.runtime.bootstrap import place_of_process  # which needs torch: mistakes come first
 

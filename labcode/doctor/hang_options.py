@@ -21,7 +21,7 @@ def read(arguments: Sequence[str]) -> tuple[argparse.Namespace, Path]:
         arguments: Behind the word `hang`.
 
     Raises:
-        ValueError: An option is wrong, or no such run goes on; the message says what to give.
+        ValueError: An option is wrong, or no such run is under way; the message says what to give.
     """
     parser = Parser(
         prog="python -m labcode.doctor hang",

@@ -124,7 +124,7 @@ def stack_of(frame: FrameType | None) -> list[str]:
 
 
 def position_of_main_thread() -> tuple[Any, ...]:
-    """What changes as soon as the main thread goes on: each function that it is in, and where."""
+    """What changes as soon as the main thread continues: each function that it is in, and where."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     position = []
     while frame is not None:

@@ -146,7 +146,7 @@ class CallCheck:
             self.notes.delete_key(self._key(number - KEPT, self.facts.rank))
 
     def leave(self) -> None:
-        """This rank leaves the block: whoever is waiting for it need not wait any longer."""
+        """This rank leaves the block: those that wait for it need not wait any longer."""
         self.notes.set(self._key(self.count, self.facts.rank), Note(LEFT, self.tell()).text())
 
     def _key(self, number: int, rank: int) -> str:

@@ -1,4 +1,4 @@
-"""A doctor that looks on while a plain PyTorch training loop runs.
+"""A doctor that watches a plain PyTorch training loop while it runs.
 
     with doctor.watch(model, optimizer, loader=loader) as watched:
         for inputs, targets in loader:
@@ -61,7 +61,7 @@ _numbers = itertools.count()  # of the blocks of this process; ranks enter the s
 
 
 class Watch:
-    """Looks on between `__enter__` and `__exit__`.
+    """Watches the loop between `__enter__` and `__exit__`.
 
     Communicates: at the end, over the store, one note of a few kB from each rank; and one short
         note for each collective that the script calls by itself, each backward pass that sends
@@ -613,7 +613,7 @@ def watch(
     limit_s: float = 300.0,
     quiet: bool = False,
 ) -> Watch:
-    """Look on while a training loop runs: `with doctor.watch(model, optimizer) as watched:`.
+    """Watch a training loop while it runs: `with doctor.watch(model, optimizer) as watched:`.
 
     Args:
         model, optimizer, loader, group, limit_s, quiet: As those of `Watch`.
@@ -645,7 +645,7 @@ def _with_hooks(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside a wrapper, as Accelerate and PostLocalSGDOptimizer have one.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no run.
     """
     inner = optimizer
     while inner is not None and not hasattr(inner, "_optimizer_step_pre_hooks"):

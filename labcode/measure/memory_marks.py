@@ -26,7 +26,7 @@ class MemoryMarks:
 
     Args:
         weights: Parameters of the module and this rank's rows of them; their gradients count.
-        optimizer: Its state counts.
+        optimizer: Optimizer whose state counts.
 
     Held by: tests/unit/test_memory_timeline.py
     """

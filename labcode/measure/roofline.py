@@ -35,8 +35,8 @@ class Dot:
 
     Args:
         name: Name of the operation.
-        flops: That it computes.
-        num_bytes: That it reads and writes at least: each operand once.
+        flops: FLOPs that it computes.
+        num_bytes: Bytes that it reads and writes at least: each operand once.
         seconds: Measured.
     """
 
@@ -114,7 +114,7 @@ def attention_s(
     Args:
         kernel: One of `KERNELS`.
         shape: Batch, heads, tokens, size of a head.
-        device: Where.
+        device: Device on which it runs.
         dtype: Dtype of q, k and v.
         backward: Forward and backward, instead of forward alone.
     """

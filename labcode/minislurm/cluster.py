@@ -213,7 +213,7 @@ class Cluster:
         )
 
     def _start_slurmctld(self, *options: str) -> None:
-        """Start the controller; without "-c" it goes on with the jobs that it knew."""
+        """Start the controller; without "-c" it continues with the jobs that it knew."""
         self.host("head").call(["slurmctld", *options])
 
     def dead(self) -> list[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from labcode.minislurm.commands import alive, children, wait
 from labcode.minislurm.needs import CLEAN, namespaces, rootless
 
-_TRIES = 1000  # for a second: whoever is at it may be kept waiting, or has emptied it for good
+_TRIES = 1000  # for a second: the process at work may be kept waiting, or has emptied it
 _POLL_S = 0.001
 _RECORD_PID = 'echo $$ >"$0"; exec "$@"'
 

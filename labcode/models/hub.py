@@ -617,7 +617,7 @@ def check_head(
 
 
 def _rows(ours: str, config: GPTConfig) -> tuple[int, ...]:
-    """The rows of the parts of a weight here, of which each may be a tensor there."""
+    """Rows of the parts of a weight here; each part may be a tensor of its own there."""
     if ours.endswith("attention.qkv"):
         keys = config.kv_heads * config.head_size
         return (config.num_heads * config.head_size, keys, keys)

@@ -106,7 +106,7 @@ class Pick(NamedTuple):
 
     Args:
         chosen: It.
-        best: That which was measured as the fastest.
+        best: Layout that was measured as the fastest.
     """
 
     chosen: PublishedRun
@@ -171,8 +171,8 @@ class MemoryAccuracy:
     Args:
         raw: Errors without calibration.
         calibrated: Errors after one number of bytes for each stack, from its other runs.
-        verdicts: Without calibration.
-        calibrated_verdicts: With it, where a stack's runs give one.
+        verdicts: Verdicts without calibration.
+        calibrated_verdicts: Verdicts with it, where a stack's runs give one.
         offsets: {stack: GiB that its runs take more than predicted}.
     """
 

@@ -36,7 +36,7 @@ class StepTimes(NamedTuple):
     """One step, in ms.
 
     Args:
-        step: Its number.
+        step: Number of the step.
         total_ms: The sum of the next four.
         computing_ms, communication_ms, data_ms, other_ms: Parts of the step, as above;
             communication is what is exposed.
@@ -79,7 +79,7 @@ def breakdown(source: Any, rank: int | None = None) -> list[StepTimes]:
 
     Args:
         source: What `chrome_trace.read` takes.
-        rank: Whose trace of a run.
+        rank: Rank whose trace of a run is read.
     """
     trace = read(source, rank)
     spent = spent_on_gpu(trace) if trace.has_gpu else spent_on_cpu(trace)

@@ -58,7 +58,7 @@ class Trace:
 
     Args:
         content: The JSON of the trace.
-        path: Where it was read; None: nowhere.
+        path: File that it was read from; None: none.
 
     Attributes:
         events: What has a duration, by its start; what lasts longer comes before what it contains.
@@ -136,7 +136,7 @@ def read(source: Any, rank: int | None = None) -> Trace:
     Args:
         source: A file, the folder of a run, or a `torch.profiler.profile` that has ended and was
             not exported before.
-        rank: Whose trace of a run; None: the first there is.
+        rank: Rank whose trace of a run is read; None: the first there is.
 
     Raises:
         ValueError: There is no such file, it is no trace, or the profile was exported already.

@@ -76,7 +76,7 @@ class Gpu:
         attention_share: By kernel, what a fused attention reaches of the peak; as KERNEL_causal,
             where that was measured apart, with half of the square.
         multiprocessors: How many tiles of a product it computes at a time; None: unknown.
-        source: Where the numbers are from.
+        source: Source of the numbers.
         layer_share: By dtype, what a linear layer reaches of the peak: less than the best product.
     """
 
@@ -157,7 +157,7 @@ class Cluster:
         gpus_per_node: How many.
         inside: A link of a ring inside a node, as a collective sees it.
         between: A link between nodes: what each GPU has of the node's adapters.
-        source: Where the numbers are from.
+        source: Source of the numbers.
         launch_s: Seconds that the host needs for one operation; None: `layer_time.LAUNCH_S`.
         host_computes: Whether the host is the device, as on a CPU, so that nothing hides a launch.
         once_s: Seconds of the host once a step, whatever its size: data, clipping, the update.

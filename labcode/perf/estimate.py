@@ -120,9 +120,9 @@ def estimate(
     """Predict a training step.
 
     Args:
-        model: Its shape.
+        model: Shape of the model.
         shape: The grid; ranks fill the nodes in order.
-        cluster: Where.
+        cluster: Cluster on which it runs.
         settings: How.
         scale: What runs of this software took over what was predicted of them; `fit_scale`.
 
@@ -210,8 +210,8 @@ class _Parameters(NamedTuple):
     """Weights of a rank.
 
     Args:
-        copied: Those of which all ranks of dp and cp have copies; without ep all.
-        experts: Those of which the ranks of edp and cp have copies.
+        copied: Parameters of which all ranks of dp and cp have copies; without ep all.
+        experts: Parameters of which the ranks of edp and cp have copies.
     """
 
     copied: float
@@ -267,8 +267,8 @@ class _Sharded(NamedTuple):
     """How ZeRO-3 keeps the weights of a layer.
 
     Args:
-        place: Over which ranks.
-        copies: Over which ranks experts are kept, if ep divides them.
+        place: Where the ranks are over which it is divided.
+        copies: Where the ranks are over which experts are kept, if ep divides them.
         gathered_bytes, reduced_bytes: As in Settings.
     """
 

@@ -79,8 +79,8 @@ class Fitting(NamedTuple):
     """A way that fits.
 
     Args:
-        one: With a micro-batch of 1.
-        largest: With the largest micro-batch that fits, a power of two.
+        one: The layout with a micro-batch of 1.
+        largest: The layout with the largest micro-batch that fits, a power of two.
         tight: Whether little more would not fit.
     """
 
@@ -136,10 +136,10 @@ def gpu_memory(name: str) -> GpuMemory:
 def search(
     model: Transformer, gpus: int, memory_bytes: float, base: Settings, gpus_per_node: int = 8
 ) -> Found:
-    """All ways to train a model on so many GPUs.
+    """All ways to train a model on that many GPUs.
 
     Args:
-        model: Its shape.
+        model: Shape of the model.
         gpus: How many.
         memory_bytes: Memory of one GPU.
         base: Bytes of a weight, dtype, attention: what is not searched.

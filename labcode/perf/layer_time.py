@@ -89,7 +89,7 @@ class Work(NamedTuple):
         return max(0.0, self.launches * launch_s - self.device_s)
 
     def times(self, factor: float) -> "Work":
-        """So many times the same."""
+        """The same work several times."""
         return Work(*(factor * value for value in self))
 
     def plus(self, other: "Work") -> "Work":
@@ -173,8 +173,8 @@ def layer_work(model: Transformer, gpu: Gpu, cut: Cut) -> tuple[Work, Work]:
     """Forward and backward of one layer for one micro-batch on one rank.
 
     Args:
-        model: Its shape.
-        gpu: Where.
+        model: Shape of the model.
+        gpu: GPU that computes.
         cut: What of it.
 
     Raises:

@@ -69,7 +69,7 @@ def layout_memory(model: Transformer, shape: GridShape, settings: Settings) -> d
     """{part: bytes} of the fullest rank.
 
     Args:
-        model: Its shape.
+        model: Shape of the model.
         shape: The grid.
         settings: The training.
     """

@@ -80,7 +80,7 @@ def layer_activations(
     Held by: test_perf_memory.py::test_an_rms_norm_on_a_cpu_keeps_what_it_normalised
 
     Args:
-        model: Its shape. The sequence is `model.sequence_length` long.
+        model: Shape of the model; a sequence has `model.sequence_length` tokens.
         shape: The grid; only tp and cp matter to one layer.
         batch: Samples that this rank works on at once.
         sequence_parallel: Whether what tp leaves whole is cut along the sequence.
@@ -332,7 +332,7 @@ def paper_layer_bytes(
     It takes 2 bytes a number, dropout everywhere, as many kv heads as heads, and F = 4 H.
 
     Args:
-        model: Its sequence length, hidden size and heads are read, nothing else.
+        model: Shape of the model; only its sequence length, hidden size and heads are read.
         batch: Samples on this rank.
         tp: Ranks that share each layer.
         sequence_parallel: Eq. 4 in place of eq. 2.

@@ -30,8 +30,8 @@ class MemoryTimeline(NamedTuple):
     """Bytes of each category after each allocation and release of one step.
 
     Args:
-        step: Its number.
-        time_ms: Since the step began, ascending; the first is 0.
+        step: Number of the step.
+        time_ms: Milliseconds since the step began, ascending; the first is 0.
         used_bytes: {category: bytes from that time on}, each as long as `time_ms`.
         parts: (name, start, stop) in ms of the named parts of the step, in order.
     """
@@ -69,8 +69,8 @@ def memory_timeline(
 
     Args:
         source: What `chrome_trace.read` takes.
-        step: Its number; None: the last one that was recorded.
-        rank: Whose trace of a run.
+        step: Number of the step; None: the last one that was recorded.
+        rank: Rank whose trace of a run is read.
 
     Raises:
         ValueError: The trace has no allocations, or not that step.

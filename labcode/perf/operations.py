@@ -67,7 +67,7 @@ def top_operations(source: Any, rows: int = 10, rank: int | None = None) -> list
     Args:
         source: What `chrome_trace.read` takes.
         rows: How many.
-        rank: Whose trace of a run.
+        rank: Rank whose trace of a run is read.
     """
     trace = read(source, rank)
     found: dict[str, tuple[float, int]] = {}
@@ -102,7 +102,7 @@ def launches(source: Any, rank: int | None = None) -> Launches | None:
 
     Args:
         source: What `chrome_trace.read` takes.
-        rank: Whose trace of a run.
+        rank: Rank whose trace of a run is read.
     """
     trace = read(source, rank)
     if not trace.has_gpu:

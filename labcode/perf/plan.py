@@ -112,8 +112,8 @@ def plan(
     """All layouts, ranked.
 
     Args:
-        model: Its shape.
-        cluster: Where.
+        model: Shape of the model.
+        cluster: Cluster on which it runs.
         gpus: How many of it.
         global_batch: Samples of a step.
         settings: What is not searched: dtype, attention, bytes, overlap; None: the defaults.
@@ -156,7 +156,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def grids(model: Transformer, gpus: int, largest_tp: int, global_batch: int) -> Iterator[GridShape]:
-    """Every grid of so many ranks that divides heads, tokens, layers, experts and batch."""
+    """Every grid of that many ranks that divides heads, tokens, layers, experts and batch."""
     largest_cp = max(1, model.sequence_length // LEAST_TOKENS)
     for tp in _divisors(gpus):
         if tp > largest_tp:

@@ -18,7 +18,7 @@ def memory_against_time(layouts: Sequence[Layout], file: Path, *, title: str) ->
 
     Args:
         layouts: The fastest first.
-        file: Where; its ending says in which format.
+        file: Path of the picture; its ending says in which format.
         title: Above it.
     """
     figure, axes = _canvas(title)
@@ -66,7 +66,7 @@ def strong_scaling(
 
     Args:
         speeds: {cluster: (GPUs, samples per second)}.
-        file: Where.
+        file: Path of the picture.
         title: Above it.
     """
     figure, axes = _canvas(title)

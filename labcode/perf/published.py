@@ -82,7 +82,7 @@ class PublishedRun:
         step_s: Seconds of a step; None: not stated.
         memory_bytes: Bytes on the fullest GPU; None: not stated, or not of a whole process.
         out_of_memory: Whether it did not fit; None: not stated.
-        source: Where it is from.
+        source: Source of the numbers.
     """
 
     source_key: str

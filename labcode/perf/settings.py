@@ -81,7 +81,7 @@ class Settings:
             are narrow; PyTorch's autocast does that.
         overlap_data_parallel: Whether gradients travel during the last backward.
         scatter_gather: Whether the ranks of tp share what goes to the next stage.
-        context_attention: Over cp, "ring" or "all_gather".
+        context_attention: Attention over cp, "ring" or "all_gather".
         compiled: Whether a compiler fuses what is elementwise.
         reserved_bytes: What a process needs beside its tensors: CUDA context, NCCL's buffers, what
             the allocator cannot use. In-sample: of 3, 4 and 5 GiB the one with which most published
@@ -132,7 +132,7 @@ def check(model: Transformer, shape: GridShape, settings: Settings) -> None:
     """Refuse a layout that cannot run.
 
     Raises:
-        ValueError: In one line.
+        ValueError: One line that says what does not fit.
     """
     per_step = settings.micro_batch * shape.dp
     cuts = (

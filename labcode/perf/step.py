@@ -92,7 +92,7 @@ def iteration_parts(
         shape: Grid of dp, pp and tp.
         global_batch: Samples of a step over all ranks.
         micro_batch: Samples that go through the pipeline at once.
-        cluster: Its speeds; ranks fill its nodes in order.
+        cluster: Speeds of the cluster; ranks fill its nodes in order.
         data_parallel: How the ranks of dp share the work: see above.
 
     Raises:
@@ -192,7 +192,7 @@ class DeviceSpeed:
     """What one device can do; `measure.device_speed.device_speed` measures it.
 
     Args:
-        flops_per_s: In matrix products.
+        flops_per_s: FLOP/s in matrix products.
         bytes_per_s: Read and written by operations that compute little, such as an addition.
         launch_s: Seconds that an operation takes however small it is.
     """
@@ -207,7 +207,7 @@ class StepTime:
     """The seconds of a step, by what they are spent on.
 
     Args:
-        matmul_s: In matrix products, attention among them.
+        matmul_s: Seconds in matrix products, attention among them.
         memory_s: Reading and writing, in all other operations.
         launch_s: Launching operations.
     """

@@ -23,7 +23,7 @@ def summary(source: Any, rank: int | None = None, rows: int = 10) -> str:
 
     Args:
         source: What `chrome_trace.read` takes.
-        rank: Whose trace of a run.
+        rank: Rank whose trace of a run is read.
         rows: Rows of the table of operations.
 
     Raises:

@@ -94,7 +94,7 @@ def step_traffic(
     if it gave each expert as many rows.
 
     Args:
-        model: Its shape, with a vocabulary size.
+        model: Shape of the model, with a vocabulary size.
         shape: The grid.
         global_batch: Samples of `context_length` tokens per optimizer step.
         context_attention: How attention works over cp, "ring" or "all_gather".
@@ -148,7 +148,7 @@ def _gradients(model: GPTConfig, shape: GridShape, per_weight: float) -> Traffic
 
 
 def _all_to_all(groups: Iterable[list[int]], message_bytes: float) -> Traffic:
-    """A rank has so many bytes, and sends each of the others its part of them."""
+    """Each rank has `num_bytes`, and sends each of the others its part of them."""
     traffic: Traffic = {}
     for group in groups:
         for sender, receiver in itertools.permutations(group, 2):

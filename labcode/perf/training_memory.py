@@ -123,7 +123,7 @@ def training_moments(
     and the peak of the whole is a prediction. What ZeRO divides, `layout_memory` counts.
 
     Args:
-        model: Its shape, with every size filled in.
+        model: Shape of the model, with every size filled in.
         shape: The grid.
         micro_batch: Samples that a rank works on at once.
         num_micro_batches: How many of them add up their gradients.
@@ -264,7 +264,7 @@ class _Sizes:
 
     Args:
         layer: Bytes of activations that a layer needs in its backward.
-        kept_of_a_layer: Those of them that forward has kept; the others are computed again.
+        kept_of_a_layer: Bytes of them that forward has kept; the others are computed again.
         whole: {kind: bytes} of the whole model, without checkpointing.
     """
 

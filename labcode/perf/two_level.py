@@ -73,9 +73,9 @@ class Places(NamedTuple):
 
     Args:
         tp, cp, pp: Groups along one axis.
-        data: Those along dp and cp, which share the gradient of a weight.
-        ep: Those over which experts are divided.
-        copies: Those along edp and cp, which share the gradient of an expert.
+        data: Ranks along dp and cp, which share the gradient of a weight.
+        ep: Ranks over which experts are divided.
+        copies: Ranks along edp and cp, which share the gradient of an expert.
     """
 
     tp: Placement

@@ -58,7 +58,7 @@ Call = Callable[[torch.Tensor], object]
 
 @dataclass(frozen=True)
 class Measured:
-    """What this machine can do, with so many ranks at work.
+    """What this machine can do while that many ranks are at work.
 
     Args:
         gpu: The device of one rank; its peaks are what large operations reach.

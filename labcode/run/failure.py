@@ -30,7 +30,7 @@ def refuse_command(error: Exception) -> int:
     """Report an error in the command line, which all ranks of a job share.
 
     Args:
-        error: With the text to show.
+        error: The error with the text to show.
 
     Returns:
         The exit code of this rank.
@@ -49,7 +49,7 @@ def fail(place: Place, error: Exception, steps_done: int | None = None, hang: st
 
     Args:
         place: Where this process stands: its rank and host.
-        error: With the text to show. One that all know is reported by rank 0.
+        error: The error with the text to show. One that all know is reported by rank 0.
         steps_done: Optimizer steps before the error; None before training began.
         hang: Who waited for whom before it (`doctor.hang`); "" if that is not known.
 

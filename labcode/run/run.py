@@ -138,7 +138,7 @@ class Ready(NamedTuple):
 
     Args:
         training: What it trains with.
-        observers: Who looks on.
+        observers: The observers of the run.
         out: The folder of the run.
     """
 
@@ -175,8 +175,8 @@ def set_up(
         opened: Closes what is opened here.
 
     Raises:
-        ValueError, OSError, MemoryError: On the rank that found something.
-        PeerError: On the others.
+        ValueError, OSError, MemoryError: Raised on the rank that found something.
+        PeerError: Raised on the other ranks.
     """
     config = resolved.config
     # Without checkpoints a signal ends the process, as it ends any other.
@@ -236,8 +236,8 @@ def _check_start(
 
     Args:
         config: The run.
-        model: Its model, with or without the sizes that come from the data.
-        tokenizer: That of its text, once that is known; None before.
+        model: Config of the model, with or without the sizes that come from the data.
+        tokenizer: Tokenizer of the text, once that is known; None before.
 
     Raises:
         ValueError: They are of another model.
@@ -253,7 +253,7 @@ def _check_memory(resolved: Resolved, world: World, task: Task) -> None:
     Args:
         resolved: The run.
         world: This process.
-        task: Its model, with every size, and its data.
+        task: The model, with every size, and the data.
 
     Raises:
         ValueError: It cannot.
@@ -284,7 +284,7 @@ def _open_observers(
     signals: StopSignals | None = None,
     watch: HangWatch | None = None,
 ) -> tuple[Log, list[Observer]]:
-    """The log of a run and who looks on at it.
+    """The log of a run and its other observers.
 
     Args:
         training: The training as `build` makes it.
@@ -325,7 +325,7 @@ def _train(ready: Ready, folder: RunFolder) -> None:
 
 
 def train(training: Training, out: Path | None = None) -> list[dict[str, float]]:
-    """Train to the end, with all that looks on at a run, and close it; for labs and tests.
+    """Train to the end, with all observers of a run, and close it; for labs and tests.
 
     Args:
         training: The training as `build` makes it.
@@ -453,11 +453,11 @@ def _folder_that_all_see(config: Config, folder: RunFolder, choose: Callable[[],
     Args:
         config: The run.
         folder: Folder of the run.
-        choose: Its `look` or its `claim`, on rank 0.
+        choose: The folder's `look` or its `claim`, on rank 0.
 
     Raises:
-        ValueError, OSError: On rank 0, from `choose`; or on a rank that does not see it.
-        PeerError: On the others.
+        ValueError, OSError: Raised on rank 0 by `choose`, or on one that sees no folder.
+        PeerError: Raised on the other ranks.
     """
 
     def chosen() -> tuple[Path, str, str]:
@@ -475,7 +475,7 @@ def _check_that_this_rank_sees(out: Path, mark: str, host: str) -> None:
     Args:
         out: The folder.
         mark: What rank 0 has written there.
-        host: Where rank 0 runs.
+        host: Host that rank 0 runs on.
 
     Raises:
         ValueError: It is not there.
@@ -501,7 +501,7 @@ def _make_task_once_per_node(config: Config, world: World) -> Task:
 
     Raises:
         ValueError, OSError: The data cannot be read or does not fit, on the rank that found it.
-        PeerError: On the others.
+        PeerError: Raised on the other ranks.
     """
     # Two agreements on all ranks: one when the files are there, one when all have read them. Ranks
     # that prepare the same files at once would each do the work of minutes.

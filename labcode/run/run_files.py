@@ -25,7 +25,7 @@ class Look:
 
     Args:
         folder: Folder of the run.
-        steps: That it is to do; 0 where that is not known.
+        steps: Number of steps that it is to do; 0 where that is not known.
         is_running: Whether a process holds its folder.
         rows: Rows of its metrics.
         device: Samples of its device.
@@ -66,7 +66,7 @@ def series(rows: Sequence[metrics.Row], name: str) -> tuple[list[float], list[fl
     """(steps, values) of the rows that have a value of this name.
 
     Args:
-        rows: In the order of their steps.
+        rows: Rows in the order of their steps.
         name: Name of a metric.
     """
     steps = []
@@ -82,7 +82,7 @@ def look(run: str | Path, over: str | Path | None = "") -> Look:
     """Read what a run has written so far.
 
     Args:
-        run: Its folder.
+        run: Folder of the run.
         over: The run to compare it with: the name of a reference run, or a folder; "" takes the
             reference run of the same recipe where there is one, None none.
 
@@ -144,13 +144,13 @@ def newest_run(under: Path = Path("runs")) -> Path:
     """The run that was written last.
 
     Args:
-        under: The folder of runs, of which each has a folder of its own.
+        under: The folder of the runs; each of them has a folder of its own in it.
 
     Returns:
         Its folder.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no run.
     """
     found = sorted(under.glob("*/config.json"), key=written_at)
     if not found:
@@ -210,7 +210,7 @@ def _at(rows: Sequence[metrics.Row], name: str, step: float) -> float | None:
     """The value of the last row up to a step; None if there is none.
 
     Args:
-        rows: In the order of their steps.
+        rows: Rows in the order of their steps.
         name: Name of a metric.
         step: Optimizer steps.
     """

@@ -180,7 +180,7 @@ class RunFolder:
         other for a failure.
 
         Args:
-            line: By what, and how it resumes.
+            line: What stopped it, and how it resumes.
 
         Raises:
             OSError: It cannot be written.
@@ -288,7 +288,7 @@ def write_config(config: Config, out: Path) -> None:
 
     Args:
         config: Config of the run.
-        out: Its folder.
+        out: Folder of the run.
     """
     text = json.dumps(dataclasses.asdict(config), indent=2)
     write_atomically(out / CONFIG_NAME, text.encode())

@@ -27,7 +27,7 @@ class Row:
 
     Args:
         run: Number of its config: the same config has the same, any other has another.
-        recipe: Its name.
+        recipe: Name of the recipe.
         batch: Samples per optimizer step.
         lr: Learning rate as it was asked for, before any `optim.lr_rule`.
         seed: Seed of the initial weights and the order of the data.
@@ -35,7 +35,7 @@ class Row:
         reason: Why it is not "done", in one line.
         steps: Optimizer steps that it did.
         loss: Training loss, mean of the last tenth of the logged ones; None if there is none.
-        val_loss: At the end; None if it was not reached.
+        val_loss: Validation loss at the end; None if the end was not reached.
         step_s: Seconds per optimizer step, mean.
         devices: GPUs, or processes on CPU cores, that it took.
         at_once: Runs that shared the machine; their `step_s` are longer for it.
@@ -265,7 +265,7 @@ def fit_tradeoff(batches: Sequence[float], steps: Sequence[float]) -> Tradeoff:
 
     Args:
         batches: Samples per step, of at least two sizes.
-        steps: To the same loss.
+        steps: Steps to the same loss.
 
     Raises:
         ValueError: Fewer than two sizes of batch.
@@ -358,7 +358,7 @@ def row_of_history(
     Args:
         named: Fields that the metrics do not hold: `run`, `recipe`, `batch` and so on.
         history: The history as `Trainer.history` has it.
-        steps: Done.
+        steps: Number of steps done.
     """
     losses = []
     val_losses = []

@@ -32,10 +32,10 @@ def watch(
 ) -> None:
     """Follow a run until it ends: a figure in a notebook, a table in a terminal.
 
-    Stop watching with Ctrl-C, or with the square button of a notebook; the run goes on.
+    Stop watching with Ctrl-C, or with the square button of a notebook; the run continues.
 
     Args:
-        run: Its folder; None: the newest below `runs`.
+        run: Folder of the run; None: the newest below `runs`.
         every_s: Seconds between two looks.
         over: As in `look`.
         wait: Whether the run may be about to begin: wait for its folder, for a minute at most.

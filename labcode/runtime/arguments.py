@@ -103,7 +103,7 @@ def check_no_command(word: str, commands: Iterable[str], program: str) -> None:
 
     Args:
         word: The word as it was typed: "--plan".
-        commands: Those of the program.
+        commands: Commands of the program.
         program: How it is called.
     """
     name = word.lstrip("-")

@@ -307,7 +307,7 @@ def place_of_process(pid: int) -> Place | None:
     None if it is not one rank of several, or may not be inspected.
 
     Args:
-        pid: Its number on this machine.
+        pid: Number of the process on this machine.
     """
     try:
         place = read_environment(psutil.Process(pid).environ())

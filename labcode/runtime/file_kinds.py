@@ -91,8 +91,8 @@ class Kind(NamedTuple):
     """What a file is.
 
     Args:
-        name: For programs, as "npy".
-        words: For people, as "a numpy array (.npy)".
+        name: Name for programs, such as "npy".
+        words: Words for people, such as "a numpy array (.npy)".
     """
 
     name: str

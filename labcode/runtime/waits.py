@@ -42,12 +42,12 @@ class Call:
     """One collective on one rank.
 
     Args:
-        operation: Its name in torch, such as "all_reduce".
+        operation: Name in torch, such as "all_reduce".
         number: Number among the collectives of its group, counted from 1: ranks meet in equal
             numbers.
         sizes: Shape of each tensor that goes in.
         ranks: Global ranks of its group.
-        created_s: When it was called, in seconds since 1970.
+        created_s: Time of the call, in seconds since 1970.
     """
 
     operation: str
@@ -67,12 +67,12 @@ class Standing:
     """Where one rank stands.
 
     Args:
-        rank: Its global rank.
+        rank: Global rank.
         step: Optimizer steps that it has done.
         place: What its main thread runs: "read (labcode/data/weather.py, line 88)".
         waits_in: The oldest collective that it has called and that is not done; None: it waits in
             none that torch records.
-        recent: Its last calls in each group that it has used, oldest first.
+        recent: The rank's last calls in each group that it has used, oldest first.
     """
 
     rank: int

@@ -30,7 +30,7 @@ class Where:
 
     Args:
         nodes: Number of nodes of the job.
-        cores: That a task may use.
+        cores: Cores that a task may use.
         interfaces: Names of the network interfaces.
         infiniband: Names of the InfiniBand or RoCE cards; empty: there is none.
         host: Name of this machine.
@@ -58,7 +58,7 @@ class Rule:
         when: {variable: expression for the whole of its value, whatever the case}; all must match.
         means: What follows, with {NAME} for a value and {found} for what `test` returned.
         cure: What to do.
-        source: Where that is said.
+        source: Source of the rule.
         unless: {variable: expression}: silent if one of them matches.
         nodes: The least number of nodes for which it is true; 0: for any, also where that is
             unknown.

@@ -44,9 +44,9 @@ class Launch:
     Args:
         line: Number of its line in the script.
         text: The whole command as it is written.
-        order: Its place among the simple commands of the script.
+        order: Place among the simple commands of the script.
         by: "srun", another launcher such as "mpirun", or "" for the batch script itself.
-        options: Those of srun, in their long form: {"ntasks": "2"}.
+        options: Options of srun, in their long form: {"ntasks": "2"}.
         unknown: Whether srun has options in a variable that nobody knows.
         program: What is started, variables filled in, with what a `bash -c` in it starts.
         end: What follows the command: "&", "|" and so on.

@@ -73,7 +73,7 @@ class End(NamedTuple):
 
     Args:
         kind: Kind of the failure.
-        what: In words: "killed by SIGKILL: ...".
+        what: The end in words: "killed by SIGKILL: ...".
         rank: Global; None where only its number on its node is known, or only its node.
         host: None where nobody says it.
         is_first: The launcher saw it end first.

@@ -32,9 +32,9 @@ class Kind:
     """One kind of failure.
 
     Args:
-        name: In few words.
+        name: Name in few words.
         signs: Regular expressions; one that is found in a line is enough. "" is set by the reader.
-        means: In one or two sentences.
+        means: What it means, in one or two sentences.
         do: What to do; "" where nothing helps but the cause.
         order: Cause or consequence.
         because: Names of kinds that explain this one, wherever they stand in the log.

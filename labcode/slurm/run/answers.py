@@ -37,7 +37,7 @@ class JobInfo:
 
     Args:
         id: Number, "17", or "17_3" for one of an array.
-        name: Its name.
+        name: Name of the job.
         state: "PENDING", "RUNNING", "COMPLETED", ...
         reason: Why it is pending, or why it ended; "" for none.
         exit_code: (exit code, signal) of the batch script.

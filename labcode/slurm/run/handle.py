@@ -179,7 +179,7 @@ class Handle:
         outcome = explain(info, self.log(), self._pace.hang(time.time()))
         if outcome.reason:
             outcome = replace(outcome, reason=self._which(info) + outcome.reason)
-        if not info.ended and not self.keep:  # it would stay in the queue for ever
+        if not info.ended and not self.keep:  # it would stay in the queue forever
             self.cancel()
             outcome = replace(outcome, state="CANCELLED")
         screen.say(f"job {self.number} {outcome}")

@@ -63,7 +63,7 @@ class Record:
         reason: Why it ended.
         code: Exit code of the agent that failed first, negative for a signal.
         name, nodes, minutes: Name, number of nodes and minutes of the job.
-        log: Its log.
+        log: Path of the job's log.
         pid: The supervisor.
         started, ended: Seconds since 1970; 0 is not yet.
     """

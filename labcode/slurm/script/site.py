@@ -145,11 +145,11 @@ class Site:
         max_minutes: Longest wall time of the partition and qos.
         max_nodes: Most nodes of one job there.
         max_attempts: How often a job may run that puts itself back into the queue, unless the job
-            says otherwise: a fault that stops each attempt early would requeue it for ever.
+            says otherwise: a fault that stops each attempt early would requeue it forever.
         launcher: srun starts one torchrun per node, or one task per rank.
         host_suffix: What the site adds to a node's name for its address on the fast network.
         container: What the ranks run in.
-        modules: For `module load`.
+        modules: Names for `module load`.
         env: Environment variables of all jobs.
         setup: Shell lines that run before the ranks, such as: source .venv/bin/activate
         python: The interpreter.
