@@ -245,7 +245,8 @@ class GPTConfig(_Transformer):
     @property
     def _router_row(self) -> int:
         """Parameters of a router for one expert: its row, and its bias if there is one."""
-        return self.hidden_size + (self.router_bias_rate > 0)
+        num_biases = 1 if self.router_bias_rate > 0 else 0
+        return self.hidden_size + num_biases
 
     @property
     def _expert_parameters(self) -> int:

@@ -801,7 +801,12 @@ def moments(events: Sequence[Span], step: float) -> dict[str, float]:
     for start, stop in itertools.pairwise(cuts):
         middle = (start + stop) / 2
         running = {name for name, begin, end in events if begin < middle < end}
-        reason = "busy" if running - {"data"} else "data" if running else "idle"
+        if running - {"data"}:
+            reason = "busy"
+        elif running:
+            reason = "data"
+        else:
+            reason = "idle"
         spent[reason] += stop - start
     return spent
 

@@ -798,9 +798,11 @@ def _to_choose_for() -> dict[str, Tensor]:
     cases = l18_gpt.cases()
     ruined = cases["ordinary numbers"].clone()
     ruined[3, 5] = math.nan
-    some_zeros = cases["ordinary numbers"] * (torch.arange(512) % 3 == 0)
+    every_third = torch.arange(512) % 3 == 0
+    some_zeros = cases["ordinary numbers"] * every_third
     # a block has a single number here: who leaves the zeros out makes other blocks
-    alone = cases["40 powers of two"].T.reshape(64, 512) * (torch.arange(512) % 16 == 0)
+    first_of_block = torch.arange(512) % 16 == 0
+    alone = cases["40 powers of two"].T.reshape(64, 512) * first_of_block
     whole = {
         **cases,
         "two of three are zeros": some_zeros,

@@ -132,7 +132,12 @@ def _cells(
             counts = [sweep_table.steps_to(row, target) for row in same]
             found = [count for count in counts if count is not None]
             whole = len(found) == len(same)
-            line.append(np.mean(found) if whole and found else math.inf if same else math.nan)
+            if whole and found:
+                line.append(np.mean(found))
+            elif same:
+                line.append(math.inf)  # a run has not reached the loss
+            else:
+                line.append(math.nan)  # nobody tried this rate with this batch
         matrix.append(line)
     return batches, rates, matrix
 

@@ -481,7 +481,10 @@ def _open(path: Path) -> Iterator[BinaryIO]:
         with open(path, "rb") as file:
             zipped = file.read(2) == b"\x1f\x8b"
             file.seek(0)
-            yield gzip.GzipFile(fileobj=file) if zipped else file  # pyright: ignore[reportReturnType]
+            if zipped:
+                yield gzip.GzipFile(fileobj=file)  # pyright: ignore[reportReturnType]
+            else:
+                yield file
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(
             f"{path} is a broken gzip file ({error}): copy or pack it again"

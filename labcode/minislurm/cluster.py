@@ -247,12 +247,13 @@ class Cluster:
 
     def _await_controller(self) -> None:
         # A slurmd that registers before the controller is up tries again only after 3.5 s.
-        ping = ["scontrol", "ping"]
-        wait(
-            lambda: "is UP" in self.exec(ping, check=False).stdout,
-            60,
-            lambda: self._last_error("head/slurmctld.log", "slurmctld"),
-        )
+        def is_up() -> bool:
+            return "is UP" in self.exec(["scontrol", "ping"], check=False).stdout
+
+        def why_not() -> str:
+            return self._last_error("head/slurmctld.log", "slurmctld")
+
+        wait(is_up, 60, why_not)
 
     def _await_nodes(self, names: Sequence[str]) -> None:
         def all_usable() -> bool:

@@ -539,7 +539,8 @@ def load(model: GPT, state_dict: Mapping[str, torch.Tensor]) -> GPT:
     for ours in target:
         # The way back of `state_dict`: all pieces of a weight are transposed, or none is.
         parts = [found[piece.name] for piece in pieces[ours]]
-        parts = [part.t() if pieces[ours][0].transposed else part for part in parts]
+        if pieces[ours][0].transposed:
+            parts = [part.t() for part in parts]
         value = torch.cat(parts) if len(parts) > 1 else parts[0]
         if value.shape != target[ours].shape:
             raise ValueError(

@@ -237,7 +237,8 @@ def weight_counts(model: GPTConfig | ViTConfig, shape: GridShape = ONE_RANK) -> 
     if isinstance(model, GPTConfig) and model.num_experts:
         expert = model.num_expert_parameters / (model.num_layers * shape.ep * tp)
         shared = (3 if gated else 2) * hidden * model.shared_ffn_size / tp
-        router = model.num_experts * (hidden + (model.router_bias_rate > 0))
+        router_biases = 1 if model.router_bias_rate > 0 else 0
+        router = model.num_experts * (hidden + router_biases)
         narrow_layer = qkv + proj + expert + shared
         layer = narrow_layer + router + 2 * norm
         down = expert / (3 if gated else 2)

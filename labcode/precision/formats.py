@@ -131,7 +131,8 @@ def cast(
     else:
         chance = torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)
         below = torch.floor(steps)
-        whole = below + (chance < steps - below)
+        rounds_up = chance < steps - below
+        whole = torch.where(rounds_up, below + 1, below)
     # a number just below 0 becomes -0.0, as it should
     rounded = torch.copysign(whole * spacing, x)
     if saturate:

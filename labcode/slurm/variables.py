@@ -176,6 +176,14 @@ def _may_have_infiniband(env: Env, where: Where) -> str | None:
     return "" if where.infiniband is None else None
 
 
+def _may_have_interface(env: Env, where: Where) -> str | None:
+    return "" if where.interfaces is None else None
+
+
+def _has_no_thread_count(env: Env, where: Where) -> str | None:
+    return None if _first_number(env["OMP_NUM_THREADS"]) else ""
+
+
 def _first_number(value: str) -> int:
     first = value.partition(",")[0].strip()  # of OMP_NUM_THREADS one for each nesting level
     return int(first) if re.fullmatch("[0-9]{1,9}", first) else 0
@@ -355,7 +363,7 @@ RULES: tuple[Rule, ...] = (
         cure="give whole names, separated by commas",
         source="PyTorch: ProcessGroupGloo, GLOO_SOCKET_IFNAME",
         unless={"GLOO_SOCKET_IFNAME": "="},
-        test=lambda env, where: "" if where.interfaces is None else None,
+        test=_may_have_interface,
         is_wrong=True,
     ),
     Rule(
@@ -627,7 +635,7 @@ RULES: tuple[Rule, ...] = (
         means="that is no number of threads",
         cure="set it to 1 or more, or unset it",
         source="OpenMP 5.2, OMP_NUM_THREADS",
-        test=lambda env, where: None if _first_number(env["OMP_NUM_THREADS"]) else "",
+        test=_has_no_thread_count,
         is_wrong=True,
     ),
     Rule(

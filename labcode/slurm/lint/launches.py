@@ -30,11 +30,26 @@ _OTHER_PROGRAMS = (
 _SCRIPT = r"^(?:(?:/\S*/)?(?:bash|sh)\s+(?:-\w+\s+)*)?[^\s;]+\.(?:sh|bash|slurm)(?![^\s;])"
 _RANKS = "|".join((TORCHRUN, ACCELERATE, DEEPSPEED, _PYTHON, _OTHER_PROGRAMS, _SCRIPT))
 # python programs that prepare or look, and are no training
-_AROUND = (
-    r"-m\s+(?:pip|venv|ensurepip|zipfile|http|json|wandb|torch\.utils\.collect_env)\b"
-    r"|(?:download|convert|install|setup|prepare|preprocess|tokeni|build|clean|merge|plot|stage|copy"
-    r"|env|activate|monitor)\w*\.(?:py|sh|bash)\b"
+_OTHER_MODULES = r"-m\s+(?:pip|venv|ensurepip|zipfile|http|json|wandb|torch\.utils\.collect_env)\b"
+_OTHER_FILES = (
+    "download",
+    "convert",
+    "install",
+    "setup",
+    "prepare",
+    "preprocess",
+    "tokeni",  # tokenize and tokenise
+    "build",
+    "clean",
+    "merge",
+    "plot",
+    "stage",
+    "copy",
+    "env",
+    "activate",
+    "monitor",
 )
+_AROUND = rf"{_OTHER_MODULES}|(?:{'|'.join(_OTHER_FILES)})\w*\.(?:py|sh|bash)\b"
 
 
 @dataclass(frozen=True)
