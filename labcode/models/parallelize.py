@@ -33,7 +33,7 @@ from labcode.parallel.plan import (
     with_compiled_forward,
 )
 from labcode.parallel.sharding import FullWeight, ParamSharding, Shard, broadcast_parameters
-from labcode.parallel.torch_data import PowerSGD, TorchDataParallel
+from labcode.parallel.torch_data import TorchDataParallel
 from labcode.parallel.zero import FullyShardedModule, ShardedDataParallel
 from labcode.parallel.zero.fsdp import TorchFullyShardedModule
 from labcode.parallel.zero.parameters import Materialize
@@ -64,7 +64,6 @@ def parallelize(
     autocast_dtype: torch.dtype | None = None,
     base_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-    powersgd: PowerSGD | None = None,
     trains_alone: bool = False,
     compiled: str = "none",
     compiler: str = "inductor",
@@ -92,7 +91,6 @@ def parallelize(
         base_dtype: The dtype of a meta model's frozen weights beside adapters; None: `dtype`.
         reduce_dtype: The dtype in which gradients are summed over dp and cp; None: that of the
             weights.
-        powersgd: How PyTorch's DDP compresses gradients, on a grid of dp alone; None: not at all.
         trains_alone: Average no gradients over dp; `parallel.local` averages weights instead.
         compiled: What torch.compile compiles: "none", each "block", or the whole "model"; on a grid
             without pp, cp and tp (`combinations.check`).
@@ -104,15 +102,10 @@ def parallelize(
 
     Raises:
         ValueError: The model does not fit the grid, no plan is known for it, or a meta model comes
-            without a seed; or PowerSGD is asked of anything but PyTorch's DDP on dp alone.
+            without a seed.
 
     Held by: tests/ranks/test_parallel_parity.py
     """
-    if powersgd is not None and not _is_plain_ddp(grid, parallel):
-        raise ValueError(
-            "PowerSGD is a hook of PyTorch's DDP: use data_parallel=ddp and zero_stage=0 on a grid "
-            "of dp alone"
-        )
     # the first stands for all: a model that is in part on the meta device is none that we build
     on_meta = next(model.parameters()).is_meta
     device = torch.device(device or "cpu") if on_meta else next(model.parameters()).device
@@ -149,7 +142,7 @@ def parallelize(
         if trains_alone:
             replica = LocalReplica(model)
         else:
-            replica = _replicate(model, grid, parallel, reduce_dtype, powersgd, shardings)
+            replica = _replicate(model, grid, parallel, reduce_dtype, shardings)
     if compiled == "model":
         with_compiled_forward(model, compiler)
     if seed is not None:
@@ -342,7 +335,6 @@ def _replicate(
     grid: Grid,
     parallel: ParallelConfig,
     reduce_dtype: torch.dtype | None,
-    powersgd: PowerSGD | None,
     shardings: Mapping[str, ParamSharding],
 ) -> Replica:
     """Average gradients over dp, and sum them over cp in the same message.
@@ -359,9 +351,7 @@ def _replicate(
     num_shares = grid.size("dp")
     uses_ddp = parallel.data_parallel == "ddp" and grid.size("pp") == 1
     if uses_ddp and grid.size("ep") == 1:
-        return TorchDataParallel(
-            model, group, parallel.bucket_mb, num_shares, reduce_dtype, powersgd
-        )
+        return TorchDataParallel(model, group, parallel.bucket_mb, num_shares, reduce_dtype)
     # Our own where DDP has no room: it would average a weight after the first backward of a
     # pipeline.
     with_cp = dict.fromkeys(of_experts, grid.group("edp", "cp"))
@@ -377,11 +367,6 @@ def _groups_of_experts(
         if "ep" in shardings[name].shards and grid.size("ep") > 1:
             groups[param] = grid.group("edp")
     return groups
-
-
-def _is_plain_ddp(grid: Grid, parallel: ParallelConfig) -> bool:
-    is_ddp = parallel.data_parallel == "ddp" and parallel.zero_stage == 0
-    return is_ddp and grid.size("pp", "cp", "tp") == 1
 
 
 def _is_zero_redundancy_optimizer(parallel: ParallelConfig) -> bool:
