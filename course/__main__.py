@@ -190,7 +190,7 @@ def way(words: list[str], folder: Path) -> list[str]:
 
     Args:
         words: Nothing, the name of a way, or "off".
-        folder: Of the student notebooks.
+        folder: Folder of the student notebooks.
 
     Raises:
         ValueError: There is no such way, or the choice cannot be kept.

@@ -179,7 +179,7 @@ def settle(outcome: Outcome, case: str = "") -> Outcome:
     """What went wrong on a rank as one line, if anything did.
 
     Args:
-        outcome: Of a simulation.
+        outcome: Outcome of a simulation.
         case: What the line begins with.
 
     Returns:
@@ -234,7 +234,7 @@ def run(
         args: What else it is given.
         size: Number of ranks.
         case: What a hint begins with.
-        options: Of `simulate`.
+        options: Options of `simulate`.
     """
     return settle(simulate(size, work, *args, **options), case)
 
@@ -251,7 +251,7 @@ def in_groups(
         work: Called on the ranks of a group; it may raise hints, which need to name no rank.
         args: What else it is given.
         judge: Given the results of a group in its order, the outcome, and the group's members.
-        options: Of `simulate`.
+        options: Options of `simulate`.
 
     Returns:
         The outcome of the last group.
@@ -298,7 +298,7 @@ def confirm_in_group(
     work: Callable[..., Any],
     *args: Any,
 ) -> str:
-    """As `confirm`, after `in_groups`: the last group once more, on real ranks."""
+    """Like `confirm`, after `in_groups`: the last group once more, on real ranks."""
     return confirm(ranks, outcome, _on_members, GROUPS[-1], work, args)
 
 
@@ -313,8 +313,8 @@ def confirm(
 
     Args:
         ranks: The pool; without one nothing is run.
-        outcome: Of the same call on simulated ranks.
-        work: As it was simulated.
+        outcome: Outcome of the same call on simulated ranks.
+        work: The work as it was simulated.
         args: Its arguments after the rank.
         tolerance: Relative distance that is rounding: sums are added in another order.
 
@@ -383,7 +383,7 @@ def several(calls: Sequence[Event], count: int) -> dict[str, bool]:
     """A row of a table: more than one collective for what one could carry.
 
     Args:
-        calls: Of one rank.
+        calls: Calls of one rank.
         count: How many tensors it was given.
     """
     sends_objects = any(one.dtype == "uint8" for one in calls)

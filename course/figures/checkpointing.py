@@ -72,7 +72,7 @@ def activation_checkpointing(num_layers: int = 3, *, alt: str, title: str = "") 
     """Forward and backward of some layers, everything kept and with checkpointing.
 
     Args:
-        num_layers: Of the model.
+        num_layers: Number of layers of the model.
         alt: What the figure shows.
         title: Above the figure.
 

@@ -44,7 +44,7 @@ def format_ranges(names: Sequence[str], *, alt: str, title: str = "") -> Picture
     """How far each format reaches: a bar from its smallest to its largest number, as powers of two.
 
     Args:
-        names: Of formats, from the top.
+        names: Names of formats, from the top.
         alt: What the figure shows.
         title: Above the figure.
     """
@@ -81,7 +81,7 @@ def delayed_scaling(amaxes: Sequence[float], *, history: int, alt: str, title: s
     """The amax of each step, and the largest number that the scale of that step can hold.
 
     Args:
-        amaxes: Of one tensor, step by step.
+        amaxes: Largest magnitudes of one tensor, step by step.
         history: How many steps the scale looks back.
         alt: What the figure shows.
         title: Above the figure.

@@ -86,7 +86,7 @@ def chosen_layers(
     Raises:
         ValueError: What is wrong with the file, or with the layers that it names, in one line; on
             the first rank that found it. Of files that differ, on all.
-        PeerError: On the others.
+        PeerError: Raised on the other ranks.
     Held by: tests/ranks/test_debug.py::test_all_ranks_must_read_the_same_yaml
     """
     blocks = on_every_rank(read, config, feature_dir)

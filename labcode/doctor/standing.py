@@ -73,7 +73,7 @@ def call_of(entry: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> 
     """One entry of the flight recorder as a call; None of a group that no longer exists.
 
     Args:
-        entry: As torch writes it.
+        entry: Entry of the flight recorder, as torch writes it.
         groups: {name of a group: its global ranks}.
     """
     name, description = entry["process_group"]
@@ -110,7 +110,7 @@ def place_of(frame: FrameType | None) -> str:
 
 
 def position_of_main_thread() -> tuple[Any, ...]:
-    """What changes as soon as the main thread goes on: each function that it is in, and where."""
+    """What changes as soon as the main thread continues: each function that it is in, and where."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     position = []
     while frame is not None:

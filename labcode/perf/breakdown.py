@@ -36,9 +36,10 @@ class StepTimes(NamedTuple):
     """One step, in ms.
 
     Args:
-        step: Its number.
+        step: Number of the step.
         total_ms: The sum of the next four.
-        computing_ms, communication_ms, data_ms, other_ms: As above; communication that is exposed.
+        computing_ms, communication_ms, data_ms, other_ms: Parts of the step, as above;
+            communication is what is exposed.
         collectives_ms: Time in which a collective was under way, whether exposed or not.
         hidden_ms: The part of it in which something was computed as well.
         parts_ms: {named part: time in it} on the host; those of forward contain what is in them.

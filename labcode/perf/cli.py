@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
     """Run the program; returns its exit code.
 
     Args:
-        words: Of the command line.
+        words: Arguments of the command line.
     """
     parser = _parser()
     try:

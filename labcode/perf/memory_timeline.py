@@ -30,8 +30,8 @@ class MemoryTimeline(NamedTuple):
     """Bytes of each category after each allocation and release of one step.
 
     Args:
-        step: Its number.
-        time_ms: Since the step began, ascending; the first is 0.
+        step: Number of the step.
+        time_ms: Milliseconds since the step began, ascending; the first is 0.
         used_bytes: {category: bytes from that time on}, each as long as `time_ms`.
         parts: (name, start, stop) in ms of the named parts of the step, in order.
     """

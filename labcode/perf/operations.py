@@ -28,10 +28,10 @@ class Operation(NamedTuple):
     """All calls of one operation, or of one kernel.
 
     Args:
-        name: As the trace has it.
+        name: Name as the trace has it.
         self_ms: Time in it, without the operations that it calls.
         calls: How many.
-        share: Of the time of all recorded steps.
+        share: Share of the time of all recorded steps.
     """
 
     name: str

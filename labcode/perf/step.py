@@ -35,7 +35,7 @@ class ClusterModel:
     """Nodes full of devices; ranks fill them in order.
 
     Args:
-        flops_per_s: Of one device, in matrix products; everything else takes no time.
+        flops_per_s: FLOP/s of one device, in matrix products; everything else takes no time.
         inside: A link inside a node.
         between: A link between two nodes.
         ranks_per_node: Devices of a node.
@@ -92,7 +92,7 @@ def iteration_parts(
         shape: Grid of dp, pp and tp.
         global_batch: Samples of a step over all ranks.
         micro_batch: Samples that go through the pipeline at once.
-        cluster: Its speeds; ranks fill its nodes in order.
+        cluster: Speeds of the cluster; ranks fill its nodes in order.
         data_parallel: How the ranks of dp share the work: see above.
 
     Raises:
@@ -194,7 +194,7 @@ class DeviceSpeed:
     """What one device can do; `measure.device_speed.device_speed` measures it.
 
     Args:
-        flops_per_s: In matrix products.
+        flops_per_s: FLOP/s in matrix products.
         bytes_per_s: Read and written by operations that compute little, such as an addition.
         launch_s: Seconds that an operation takes however small it is.
     """
@@ -209,7 +209,7 @@ class StepTime:
     """The seconds of a step, by what they are spent on.
 
     Args:
-        matmul_s: In matrix products, attention among them.
+        matmul_s: Seconds in matrix products, attention among them.
         memory_s: Reading and writing, in all other operations.
         launch_s: Launching operations.
     """
@@ -245,10 +245,10 @@ def device_step(
 
     Args:
         model: Every size filled in. No dropout and no activation checkpointing.
-        speed: Of the device, in the dtype of the matrix products.
+        speed: Measured speed of the device, in the dtype of the matrix products.
         micro_batch: Samples at once.
         num_micro_batches: How many of them make a step.
-        value_bytes: Of a number that a matrix product reads or writes; weights, gradients,
+        value_bytes: Bytes of a number that a matrix product reads or writes; weights, gradients,
             residuals and the loss have 4.
 
     Source: Williams et al. 2009 (Roofline, doi:10.1145/1498765.1498785); the launch as a part of

@@ -49,8 +49,8 @@ class TrainingMemory:
     Args:
         moment: Which.
         parameters: Weights.
-        gradients: Of the weights, as far as backward has come; all of them from the second
-            micro-batch on.
+        gradients: Bytes of the weights' gradients, as far as backward has come; all of them from
+            the second micro-batch on.
         optimizer: What AdamW keeps: two moments of each weight.
         activations: What forward has kept for backward, the loss left out. Under autocast the
             narrow copies of the weights are among them in a plain model.
@@ -124,11 +124,12 @@ def training_moments(
     and the peak of the whole is a prediction. What ZeRO divides, `layout_memory` counts.
 
     Args:
-        model: Its shape, with every size filled in.
+        model: Shape of the model, with every size filled in.
         shape: The grid.
         micro_batch: Samples that a rank works on at once.
         num_micro_batches: How many of them add up their gradients.
-        dtype: Of the matrix products; weights, gradients and optimizer are float32, or float64.
+        dtype: Dtype of the matrix products; weights, gradients and optimizer are float32, or
+            float64.
         data_parallel: "ddp", which copies gradients into its buckets, or "labcode", whose
             gradients lie in them. Both keep the buckets from step to step. "none" has no buckets:
             a plain model on one rank, whose gradients nobody averages.
@@ -199,12 +200,12 @@ class WeightCounts(NamedTuple):
     """Weights of one rank, in numbers.
 
     Args:
-        layer: Of one layer.
-        down: Of the second product of an MLP, the weight whose gradient is made first in a layer;
-            of experts those of all together.
-        head: Of the output head, shared with the embedding where the two are tied.
-        ends: Of all that is in no layer, the head included.
-        narrowed: Of those which autocast copies into the narrow dtype.
+        layer: Number of weights in one layer.
+        down: Weights of the second product of an MLP, the one whose gradient is made first in a
+            layer; of experts those of all together.
+        head: Weights of the output head, shared with the embedding where the two are tied.
+        ends: Weights of all that is in no layer, the head included.
+        narrowed: Weights that autocast copies into the narrow dtype.
     """
 
     layer: float
@@ -257,7 +258,7 @@ class _Sizes:
 
     Args:
         layer: Bytes of activations that a layer needs in its backward.
-        kept_of_a_layer: Those of them that forward has kept; the others are computed again.
+        kept_of_a_layer: Bytes of them that forward has kept; the others are computed again.
         whole: {kind: bytes} of the whole model, without checkpointing.
     """
 
@@ -282,7 +283,7 @@ class _Sizes:
 
     @property
     def tokens(self) -> float:
-        """Of this rank."""
+        """Number of tokens on this rank."""
         return self.micro_batch * self.model.sequence_length / self.shape.cp
 
     @property
@@ -380,7 +381,7 @@ def _moments(sizes: _Sizes, num_micro_batches: int, data_parallel: str) -> list[
         """What is the same at all moments is filled in.
 
         Args:
-            gradients: As far as they are there in the first micro-batch.
+            gradients: Bytes of gradients that are there in the first micro-batch.
             new_weight: Weights whose gradient has just been made.
         """
         if accumulates:

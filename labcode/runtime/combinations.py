@@ -84,7 +84,7 @@ def problems(config: Config, shape: GridShape) -> Iterator[str]:
 
     Args:
         config: The run.
-        shape: Its grid.
+        shape: Grid of the ranks.
     """
     for feature in (
         compilation,

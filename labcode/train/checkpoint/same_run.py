@@ -102,7 +102,7 @@ def _check_recipe(
 
 
 def as_json(value: Any) -> Any:
-    """As JSON gives it back: tuples become lists."""
+    """The value as JSON gives it back: tuples become lists."""
     return json.loads(json.dumps(value))
 
 
