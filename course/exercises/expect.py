@@ -239,7 +239,6 @@ def in_groups(
     work: Callable[..., Any],
     *args: Any,
     judge: Callable[[list[Any], Outcome, Sequence[int]], None] | None = None,
-    groups: Sequence[Sequence[int]] = GROUPS,
     **options: Any,
 ) -> Outcome:
     """Run `work(group, *args)` on all simulated ranks, then on more, and then on some of them.
@@ -248,15 +247,13 @@ def in_groups(
         work: Called on the ranks of a group; it may raise hints, which need to name no rank.
         args: What else it is given.
         judge: Given the results of a group in its order, the outcome, and the group's members.
-        groups: Ranks of the world; all ranks come first, so that a fault that only a part of them
-            shows is known to be one.
         options: Options of `simulate`.
 
     Returns:
         The outcome of the last group.
     """
     outcome = None
-    for number, members in enumerate(groups):
+    for number, members in enumerate(GROUPS):
         size = max(4, len(members))
         outcome = simulate(size, _on_members, members, work, args, **options)
         try:
@@ -269,7 +266,7 @@ def in_groups(
             text = _by_number_in_group(reason(error), members)
             stop = "" if text.endswith((".", "?", "!")) else "."
             raise Hint(
-                f"with {ranks_text(groups[0])} it is right; in the group of "
+                f"with {ranks_text(GROUPS[0])} it is right; in the group of "
                 f"{ranks_text(members)}: {text}{stop} {STILL_THE_WORLD}"
             ) from None
     assert outcome is not None
@@ -296,10 +293,9 @@ def confirm_in_group(
     outcome: Outcome,
     work: Callable[..., Any],
     *args: Any,
-    groups: Sequence[Sequence[int]] = GROUPS,
 ) -> str:
     """Like `confirm`, after `in_groups`: the last group once more, on real ranks."""
-    return confirm(ranks, outcome, _on_members, groups[-1], work, args)
+    return confirm(ranks, outcome, _on_members, GROUPS[-1], work, args)
 
 
 def confirm(
