@@ -521,7 +521,8 @@ def _check_overfits(row: Row) -> None:
 
 # ---- 6.7
 
-LR, MOMENTUM = (0.7, 0.9)
+LR = 0.7
+MOMENTUM = 0.9
 ROUNDS = 3
 
 

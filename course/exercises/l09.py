@@ -226,14 +226,16 @@ def _check_pair(
         case = f"on rank {rank}: {name}: "
         refuse(careless(outcome.of(rank)), case)
         if name == "CopyTo":
-            y, grad_x = found.x, sum_grad
+            y = found.x
+            grad_x = sum_grad
             forward = {"forward is the identity, nothing travels": sum_x}
             backward = {
                 "backward hands on this rank's own part; the paths through the other ranks are "
                 "missing": found.grad_y
             }
         else:
-            y, grad_x = sum_x, found.grad_y
+            y = sum_x
+            grad_x = found.grad_y
             forward = {"forward has to sum over the ranks": found.x}
             backward = {
                 f"backward sums as well, every gradient below is {len(members)} times too long: "

@@ -276,7 +276,8 @@ def reference(
             optimizer.zero_grad()
         tokens = lab.tokens_of(step)
         for number in micro_batches:
-            inputs, targets = tokens[number, :, :-1], tokens[number, :, 1:]
+            inputs = tokens[number, :, :-1]
+            targets = tokens[number, :, 1:]
             (gpt_loss(model(inputs), targets) * loss_scale).backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()

@@ -577,7 +577,8 @@ def zero3_of_2021() -> Zero3Run:
     for run in published_runs():
         if run.source_key == "narayanan21_t2" and run.shape.world_size == 1536:
             runs[run.settings.zero_stage] = run
-    zero3, other = runs[3], runs[0]
+    zero3 = runs[3]
+    other = runs[0]
     place = places(zero3.shape, zero3.cluster.gpus_per_node).data
     ring_s = (place.ranks - 1) * group_link(zero3.cluster, place).alpha_s
     matrices = 2 + zero3.model.mlp_matrices

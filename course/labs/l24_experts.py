@@ -215,7 +215,8 @@ def errors_on_tp(layer: Layer, truth: dict[str, torch.Tensor], k: int = 2) -> di
         error of what the layers below would get}
     """
     grid = Grid.create(GridShape(dp=2, tp=2))
-    dp, tp = grid.coord("dp"), grid.coord("tp")
+    dp = grid.coord("dp")
+    tp = grid.coord("tp")
     size = grid.size("tp")
     whole = tensors()
     x = whole.x.chunk(2)[dp].chunk(size)[tp].clone().requires_grad_()

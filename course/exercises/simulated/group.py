@@ -362,7 +362,8 @@ def _belong_together(request: Request, partner: Request) -> bool:
     if partner.sent.same != request.sent.same or partner.event.kind == request.event.kind:
         return False
     ends = (request, partner) if request.event.kind == "send" else (partner, request)
-    sent, own = ends[0].event, ends[1].event
+    sent = ends[0].event
+    own = ends[1].event
     if sent.peer != own.rank or own.peer not in (None, sent.rank):
         return False
     if (sent.dtype, sent.numel) != (own.dtype, own.numel):
