@@ -69,10 +69,10 @@ def complaint(number: int) -> str:
 def script(number: int, healthy: bool = False) -> Run:
     """A patient's training, or that of its healthy twin: a function of `watch`."""
 
-    def trained(watch: Run) -> Any:
+    def run_patient(watch: Run) -> Any:
         return l07_patients.patient(name_of(number)).run(healthy, watch)
 
-    return trained
+    return run_patient
 
 
 def in_a_folder(pair: Ranks, work: Run, *args: Any) -> list[Any]:

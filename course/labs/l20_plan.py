@@ -422,7 +422,7 @@ def measured_bytes(shape: Shape, samples: int) -> dict[str, int]:
     return {"states": states, "activations": layers}
 
 
-class OfThisMachine(NamedTuple):
+class MachineSpeeds(NamedTuple):
     """What two ranks measure together.
 
     Args:
@@ -434,7 +434,7 @@ class OfThisMachine(NamedTuple):
     link: Link
 
 
-def measure_machine(rank: int) -> OfThisMachine:
+def measure_machine(rank: int) -> MachineSpeeds:
     """The rate of a product and the link of an all-reduce; every rank of the world calls it."""
     torch.set_num_threads(1)
     ranks = dist.get_world_size()
@@ -448,7 +448,7 @@ def measure_machine(rank: int) -> OfThisMachine:
         times.append(found.median().item())
     slowest = torch.tensor(-rate, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return OfThisMachine(-slowest.item(), alpha_beta.fit("all_reduce", ranks, sizes, times))
+    return MachineSpeeds(-slowest.item(), alpha_beta.fit("all_reduce", ranks, sizes, times))
 
 
 def measured_step_s(shape: Shape, samples: int, average: bool) -> float:

@@ -307,7 +307,9 @@ def bytes_of(way: str, num_tokens: int, num_experts: int = 4, k: int = 2) -> dic
     if way == "rows travel":
         divide_experts(layer.experts, grid.group("dp"), grid.group("tp"))
     else:
-        layer.experts = _sharded(layer.experts, grid.group("dp"))
+        # A rank keeps some rows of all experts, and gathers the rest each time that it uses them.
+        experts = layer.experts
+        layer.experts = FullyShardedModule(experts, grid.group("dp"), units=[experts])
     x = torch.randn(1, num_tokens, HIDDEN, requires_grad=True)
     routing = layer.router(x)
     with counted() as calls:
@@ -316,11 +318,6 @@ def bytes_of(way: str, num_tokens: int, num_experts: int = 4, k: int = 2) -> dic
     for call in calls:
         found[call.kind] = found.get(call.kind, 0) + call.num_bytes
     return found
-
-
-def _sharded(experts: torch.nn.Module, group: dist.ProcessGroup) -> torch.nn.Module:
-    """Experts of which a rank keeps some rows, and gathers the rest each time that it uses them."""
-    return FullyShardedModule(experts, group, units=[experts])
 
 
 # ---- patients

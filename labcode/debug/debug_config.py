@@ -344,7 +344,8 @@ class _Reader:
                     f"{given} gives {' '.join(names)} two settings, and the first one alone would "
                     "count: keep one of them",
                 )
-            if given == "DumpTensors" and not _dumps(entry):
+            dumps = entry.get("high_precision_tensor") or entry.get("quantized_tensor")
+            if given == "DumpTensors" and not dumps:
                 raise self.fail(
                     own,
                     f"{given} writes nothing{of}: set high_precision_tensor or quantized_tensor "
@@ -579,10 +580,6 @@ def _not_here(name: object) -> str | None:
         if str(name).startswith(known):
             return f"Transformer Engine has {name}, this course does not: {instead}"
     return None
-
-
-def _dumps(entry: Mapping[str, Any]) -> bool:
-    return bool(entry.get("high_precision_tensor") or entry.get("quantized_tensor"))
 
 
 def _translated(block: Block, layers: Sequence[str]) -> str:
