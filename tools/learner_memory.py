@@ -25,7 +25,7 @@ class Usage(NamedTuple):
     """What a lesson took at its peak, added over the kernel and what it had started.
 
     Args:
-        lesson: Its number.
+        lesson: Number of the lesson.
         resident_bytes: The sum of resident sizes; shared pages count once for each process.
         proportional_bytes: The same with each shared page divided by its users: what the machine
             must have (PSS, Linux).

@@ -304,7 +304,7 @@ def blockwise(
         block: Keys at a time.
         mistake: One of the mistakes that people make with the sums; "" is right.
         scale: Scale of the scores; None: 1/sqrt(width).
-        num_keys: Those that are seen; None: all.
+        num_keys: Number of keys that are seen; None: all.
 
     Source: Dao et al. 2022 (arXiv:2205.14135), algorithm 1.
     Held by: tests/unit/test_l03_labs.py

@@ -588,8 +588,8 @@ def _first_mistakes(common: Tensor, before: Tensor, gone: Tensor, p: int) -> dic
     """The slips that show in the first round, where the velocity is the outer gradient.
 
     Args:
-        common: Where all copies began.
-        before: Where this rank's copy was before the step.
+        common: Weights that all copies began with.
+        before: Weights of this rank's copy before the step.
         gone: The outer gradient.
         p: Number of copies.
     """

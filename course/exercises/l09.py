@@ -137,7 +137,7 @@ def _step(
 
     Args:
         answer: Called with the arguments and the others.
-        arguments: By name.
+        arguments: Arguments by name.
         others: No tensors.
         grad_y: Gradient of the output.
         about_shape: What is said of a wrong shape of the output.
@@ -269,7 +269,7 @@ def copy_and_reduce(f: Any, g: Any, ranks: Ranks | None = None) -> str:
 
     Args:
         f, g: Called as `apply(x, group)`.
-        ranks: For the last run.
+        ranks: Ranks for the last run.
     """
     said = ""
     for name, function in (("CopyTo", f), ("ReduceFrom", g)):
@@ -786,7 +786,7 @@ def vocabulary_loss(loss: Callable[..., Any], ranks: Ranks | None = None) -> str
     Args:
         loss: `loss(logits, targets, first, group)`: [T, columns] own logits, [T] targets, the
             number of the first own column, the group.
-        ranks: For the last run.
+        ranks: Ranks for the last run.
     """
     for level in LEVELS:
         judge = functools.partial(_check_loss, level)

@@ -261,7 +261,7 @@ def reference(
         first: The step that it begins with.
         steps_taken: How many steps the optimizer makes; None: all.
         forgets_at: Before this step the optimizer loses its state.
-        max_norm: To which gradients are clipped.
+        max_norm: Norm to which gradients are clipped.
         loss_scale: Factor of the loss of each micro-batch.
         micro_batches: Which of them it reads.
         zero: Whether gradients are set to zero before a step.

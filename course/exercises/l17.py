@@ -454,7 +454,7 @@ def _attempt(
     Args:
         train: It.
         folder: Folder of the checkpoints.
-        num_steps: Its argument.
+        num_steps: Number of steps, the argument of the function.
         die_before: Number of its own steps that it may make; None: all.
         die_in_save: In which of its saves it is killed, from 0; None: in none.
 

@@ -175,7 +175,7 @@ def signs(charts: Sequence[Charted]) -> dict[str, float]:
     """What the charts of all ranks say together; a healthy training has 0 in each.
 
     Args:
-        charts: In rank order.
+        charts: Charts in rank order.
 
     Returns:
         same inputs: Share of the forward passes in which rank 1 got what rank 0 got.
@@ -363,7 +363,7 @@ def loss_with_batch_norm(
 
     Args:
         rank: This one.
-        samples: In a step, on each rank.
+        samples: Number of samples in a step, on each rank.
         synchronised: The statistics are those of all ranks' samples.
         num_steps: Number of steps of the optimizer, whatever the number of samples.
     """

@@ -57,7 +57,7 @@ class Shape:
         hidden: Features of a token.
         ffn: Features inside the MLP.
         vocab: Different tokens.
-        tokens: In a sample.
+        tokens: Number of tokens in a sample.
     """
 
     layers: int
@@ -93,7 +93,7 @@ class Cluster:
 
     Args:
         name: What it is called.
-        flops_per_s: That products reach on one GPU within a training.
+        flops_per_s: FLOP/s that products reach on one GPU within a training.
         memory_bytes: Memory of a GPU in bytes.
         gpus_per_node: How many.
         inside, between: The link of a GPU within a node, and its share of the node's adapters.
@@ -558,9 +558,9 @@ class Zero3Run(NamedTuple):
 
     Args:
         measured_s: Measured seconds of a step.
-        predicted_s: By labcode.perf.
+        predicted_s: Prediction of labcode.perf.
         other_s: Measured with tp and a pipeline on as many GPUs.
-        other_predicted_s: By labcode.perf.
+        other_predicted_s: Prediction of labcode.perf for the other run.
         latency_s: Latency of all rings in a step, if each matrix is gathered by itself, twice.
     """
 
@@ -640,7 +640,7 @@ class ViTRun(NamedTuple):
     Args:
         tp: GPUs that share a model.
         step_s: Measured.
-        predicted_s: By labcode.perf.
+        predicted_s: Prediction of labcode.perf.
         memory_bytes: Measured, of a GPU, with all that is beside PyTorch.
         parts: {part: bytes} by labcode.perf.
     """

@@ -84,8 +84,8 @@ def part_of_rank(whole: Tensors, tokens: int, experts: int, grid: Grid) -> Tenso
 
     Args:
         whole: All tokens and weights.
-        tokens: Into how many parts the tokens are cut.
-        experts: Into how many parts the experts are cut.
+        tokens: Number of parts into which the tokens are cut.
+        experts: Number of parts into which the experts are cut.
         grid: Says which of them are this rank's.
     """
     own_tokens = grid.coord("dp")
@@ -104,7 +104,7 @@ def step(layer: Layer, ep: int = 4, load: str = LOADS[0], k: int = 2) -> Gradien
 
     Args:
         layer: `layer(x, router, up, down, k, group)`.
-        ep: Over how many ranks the experts are divided.
+        ep: Number of ranks over which the experts are divided.
         load: One of `LOADS`.
         k: Experts of a token.
     """

@@ -125,8 +125,8 @@ class Block:
     """One block of the file: some layers, and what is done to them.
 
     Args:
-        name: Its key.
-        line: Where it begins, from 1.
+        name: Key of the block.
+        line: Number of its first line, from 1.
         layers: {key of LAYER_KEYS: value}
         features: {name: settings} of those that are enabled, each by its name of today.
     """
@@ -162,7 +162,7 @@ class _Reader:
     """The file while it is checked.
 
     Args:
-        path: For messages.
+        path: Path for messages.
         own_features: Names of features that the user wrote.
     """
 
@@ -258,9 +258,9 @@ class _Reader:
         """The settings of a feature; None if it is not enabled.
 
         Args:
-            given: Its name in the file.
-            name: Its name of today.
-            own: Where it stands.
+            given: Name of the feature in the file.
+            name: Name that the feature has today.
+            own: Place of the feature in the file.
             node: What stands under it.
         """
         if name in self.own_features:
@@ -284,7 +284,7 @@ class _Reader:
         """The settings of a feature, of one of its products, or of one of its tensors.
 
         Args:
-            what: For messages.
+            what: Words for messages.
             node: A mapping.
             takes: What the feature takes; without tensors inside a tensor.
             first: The key that makes this level, "enabled", "gemm" or "tensor".
@@ -429,7 +429,7 @@ def choose(blocks: Sequence[Block], layers: Sequence[str], path: Path) -> dict[s
     Args:
         blocks: The blocks of the file.
         layers: Names of all linear layers of the whole model.
-        path: For messages.
+        path: Path for messages.
 
     Raises:
         ValueError: Two blocks choose one layer, or a block chooses none.
@@ -528,7 +528,7 @@ def not_of_recipe(stat: str, recipe: str) -> str | None:
     """Why a run of a recipe cannot have a statistic of LogFp8TensorStats; None: it can.
 
     Args:
-        stat: Its name in the YAML.
+        stat: Name of the statistic in the YAML.
         recipe: DELAYED, CURRENT or BLOCKS.
     """
     asked = FP8_STATISTICS[stat]

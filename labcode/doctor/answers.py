@@ -55,8 +55,8 @@ class Answer:
     Args:
         question: To which this is the answer.
         world_size: Number of ranks of its job.
-        host: Where it runs.
-        pid: Its process there.
+        host: Host that it runs on.
+        pid: Process id of the rank there.
         standing: The collective that it waits in, and its place in the code.
         threads: What each thread runs; the main thread comes first.
     """

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     """The command line behind `hang`; returns the exit code.
 
     Args:
-        arguments: Behind the word `hang`.
+        arguments: Arguments behind the word `hang`.
     """
     try:
         options, run = hang_options.read(arguments)
@@ -79,7 +79,7 @@ def ask(run: Path, patience_s: float, ranks: Collection[int] = ()) -> dict[int, 
     Args:
         run: Folder of the run.
         patience_s: How long the ranks have.
-        ranks: Whose answers are waited for; none: all ranks of the job.
+        ranks: Ranks whose answers are waited for; none: all ranks of the job.
 
     Raises:
         OSError: The question cannot be written.

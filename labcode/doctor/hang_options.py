@@ -18,7 +18,7 @@ def read(arguments: Sequence[str]) -> tuple[argparse.Namespace, Path]:
     """The options, and the run that is meant.
 
     Args:
-        arguments: Behind the word `hang`.
+        arguments: Arguments behind the word `hang`.
 
     Raises:
         ValueError: An option is wrong, or no such run is under way; the message says what to give.

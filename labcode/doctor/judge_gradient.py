@@ -38,7 +38,7 @@ class _Total:
     Args:
         value: T.
         count: Backward passes of it on each rank; 0 if their numbers differ.
-        factor: In front of the loss.
+        factor: Factor in front of the loss.
         averaging: a times the number of ranks: 1 where gradients are averaged once.
         divisor: What it was divided by.
         is_mean: It is written as a mean, and not as a sum.

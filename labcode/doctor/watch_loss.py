@@ -182,7 +182,7 @@ def key_of(place: str, nth: int, reached: Iterable[int]) -> int:
     """A number that the micro-batches of one loss have in common, on all ranks.
 
     Args:
-        place: Where backward was called (`calling_place`).
+        place: Place where backward was called (`calling_place`).
         nth: How many times since the last forward pass: two losses of one are no micro-batches.
         reached: Numbers of the weights that got a gradient.
     """

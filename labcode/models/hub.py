@@ -72,8 +72,8 @@ class Family:
     """A model of the hub.
 
     Args:
-        model_type: In its config.json.
-        title: For messages.
+        model_type: Model type in its config.json.
+        title: Title for messages.
         prefix: The prefix of the names in a checkpoint of the model with a head.
         ends: {module here: module there}, of those in no layer.
         layer: The name of a layer, before its number.
@@ -489,7 +489,7 @@ def state_dict(config: GPTConfig, weights: Mapping[str, torch.Tensor]) -> dict[s
 
     Args:
         config: The config of the GPT.
-        weights: Its state dict.
+        weights: State dict of the model.
 
     Raises:
         ValueError: The hub has no such model.

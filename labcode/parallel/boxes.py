@@ -54,9 +54,9 @@ class Run(NamedTuple):
     """Consecutive indices along one dim.
 
     Args:
-        first: In the whole weight.
-        own_first: In this rank's part.
-        length: How many.
+        first: First index in the whole weight.
+        own_first: First index in this rank's part.
+        length: Number of indices.
     """
 
     first: int
@@ -155,7 +155,7 @@ def _runs(indices: torch.Tensor, starts: list[int]) -> list[Run]:
     """Indices that follow each other, joined to runs: 1 2 3 7 8 -> (1, length 3), (7, length 2).
 
     Args:
-        indices: In ascending order.
+        indices: Indices in ascending order.
         starts: Indices at which a new run begins in any case.
     """
     if len(indices) == 0:

@@ -42,7 +42,7 @@ class WeightGradientStore:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Around a forward, and around its repetition under activation checkpointing."""
-        # A context variable and no attribute of the layers, which are built before there is a store.
+        # A context variable: the layers are built before there is a store to give them.
         # It is reset, so that no later forward puts off what nobody would finish.
         token = current_store.set(self)
         try:

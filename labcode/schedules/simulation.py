@@ -80,7 +80,7 @@ def _run_ahead(
 
     Args:
         rank: The rank.
-        order: Its actions, in order.
+        order: Actions of the rank, in order.
         num_stages: The number of stages of the whole pipeline.
         duration: Time of an action.
         hop: Time of a message between two ranks.

@@ -39,7 +39,7 @@ class Request(dist.Work):
     """A collective or a message that one rank has started.
 
     Args:
-        group: In which group.
+        group: Group of the call.
         event: What has been written down of it.
         same: What has to be the same on all ranks.
         tensors: What is sent is what they hold now.
@@ -176,7 +176,7 @@ class Group(dist.ProcessGroup):
 
     Args:
         rank: Whose.
-        ranks: Its members, as ranks of the world.
+        ranks: Members, as ranks of the world.
         name: torch's name for it.
         desc: torch's description.
     """
