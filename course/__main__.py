@@ -28,7 +28,6 @@ WORDS = ("ways", "way", "reset")  # beside the number of a lesson
 # What people ask this program for, and what has it.
 ELSEWHERE = {
     "train": "python -m labcode.train",
-    "watch": "python -m labcode.run.watch",
     "sweep": "python -m labcode.run.sweep",
     "slurm": "python -m labcode.slurm",
     "submit": "python -m labcode.slurm submit",

@@ -769,8 +769,6 @@ class OptimConfig:
 FACTOR = Range(0, 10**6, "give more than 1, or 0 for none")
 PERIOD_S = Range(0, 86_400, "give the seconds, or 0 for none")
 SHORTEST_PERIOD_S = 0.01
-# DDP makes its buckets anew after the first step, and PowerSGD remembers errors by bucket
-EXACT_STEPS = Range(2, COUNT.most, "give at least 2: DDP makes its buckets anew after step 1")
 # a schedule lists every one of them
 MOST_MICRO_BATCHES = 100_000
 
@@ -787,9 +785,6 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "tf32", "bfloat16", "float16", "float64", "fp8"] = "auto"
     # in which gradients are summed over dp; float32: as they are
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    # DDP sends each matrix of gradients as two thin ones with this many columns; 0: as it is
-    powersgd_rank: int = 0
-    powersgd_exact_steps: int = 10  # steps before that, whose gradients travel whole
     # by torch.compile: each layer, or the whole; tens of seconds at the first step
     compile: Literal["none", "block", "model"] = "none"
     cuda_graphs: bool = False  # on a GPU: forward and backward as one recorded list of kernels
@@ -822,8 +817,6 @@ class TrainConfig:
             "global_batch": SIZE,
             "micro_batch": SIZE,
             "seed": SEED,
-            "powersgd_rank": COUNT_OR_ZERO,
-            "powersgd_exact_steps": EXACT_STEPS,
             "eval_every": COUNT_OR_ZERO,
             "eval_batches": COUNT,
             "log_every": COUNT,
@@ -1056,6 +1049,9 @@ class LoraConfig:
 
     Checkpoints hold them alone: the frozen model is made again from `train.start_from`, or from
     `train.seed`.
+
+    Where products are computed in 16 bits, the frozen weights of these layers are kept in 16 bits
+    too: each product would round them anyway, so that no number changes.
 
     Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1.
     """

@@ -621,9 +621,6 @@ class _Bucket:
     def buffer(self) -> torch.Tensor:
         return self._gradient
 
-    def set_buffer(self, tensor: torch.Tensor) -> None:
-        self._gradient = tensor
-
     def index(self) -> int:
         return 0
 

@@ -34,7 +34,7 @@ from course.labs import l19_runs as lab
 from course.pool.answers import RankError
 from course.pool.ranks import Ranks
 from labcode.debug import bisect, debug_config, moments, on_layers
-from labcode.debug.debug_config import Block
+from labcode.debug.debug_config import ConfigBlock
 from labcode.topology import GridShape
 
 # ---- 19.1
@@ -327,7 +327,9 @@ def mend(answer: Any, ranks: Ranks) -> None:
         )
 
 
-def _chosen_by(text: str, path: Path, layers: Sequence[str], case: str = "") -> dict[str, Block]:
+def _chosen_by(
+    text: str, path: Path, layers: Sequence[str], case: str = ""
+) -> dict[str, ConfigBlock]:
     """{layer: its block} of a YAML that leaves every layer in FP8."""
     path.write_text(text)
     try:
@@ -350,7 +352,7 @@ def _chosen_by(text: str, path: Path, layers: Sequence[str], case: str = "") -> 
 
 
 def _check_scales(
-    lost: Mapping[str, Sequence[str]], chosen: Mapping[str, Block], loses: str, case: str = ""
+    lost: Mapping[str, Sequence[str]], chosen: Mapping[str, ConfigBlock], loses: str, case: str = ""
 ) -> None:
     """Each lost tensor has a scale of its own in every product that it goes into."""
     for layer, tensors in lost.items():

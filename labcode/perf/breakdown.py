@@ -74,14 +74,13 @@ class Spent(NamedTuple):
     data: Spans
 
 
-def breakdown(source: Any, rank: int | None = None) -> list[StepTimes]:
+def breakdown(source: Any) -> list[StepTimes]:
     """The times of each recorded step.
 
     Args:
-        source: What `chrome_trace.read` takes.
-        rank: Rank whose trace of a run is read.
+        source: What `chrome_trace.read` takes, or a trace that it has read.
     """
-    trace = read(source, rank)
+    trace = read(source)
     spent = spent_on_gpu(trace) if trace.has_gpu else spent_on_cpu(trace)
     return [_times(number, step, spent, trace) for number, step in sorted(trace.steps().items())]
 

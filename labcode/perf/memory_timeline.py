@@ -62,20 +62,17 @@ class _Block:
         self.stop_us = float("inf")
 
 
-def memory_timeline(
-    source: Any, step: int | None = None, rank: int | None = None
-) -> MemoryTimeline:
+def memory_timeline(source: Any, step: int | None = None) -> MemoryTimeline:
     """The memory of a recorded step.
 
     Args:
         source: What `chrome_trace.read` takes.
-        step: Number of the step; None: the last one that was recorded.
-        rank: Rank whose trace of a run is read.
+        step: Its number; None: the last one that was recorded.
 
     Raises:
         ValueError: The trace has no allocations, or not that step.
     """
-    trace = read(source, rank)
+    trace = read(source)
     steps = trace.steps()
     number = max(steps) if step is None else step
     if number not in steps:

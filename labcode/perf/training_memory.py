@@ -26,8 +26,9 @@ Held by: tests/unit/test_training_memory_parts.py; against measured peaks of one
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from labcode.config import GPTConfig, ViTConfig, require
+from labcode.config import GPTConfig, ViTConfig
 from labcode.perf.memory import INDEX_BYTES, ONE_RANK, layer_activations, model_activations
+from labcode.perf.transformer import Transformer
 from labcode.topology import GridShape
 
 # dtype of a run: (bytes of what a matrix product reads, bytes of weights and between the layers)
@@ -222,40 +223,32 @@ def weight_counts(model: GPTConfig | ViTConfig, shape: GridShape = ONE_RANK) -> 
 
     Held by: tests/unit/test_training_memory_parts.py
     """
-    hidden = model.hidden_size
+    sizes = Transformer.of(model)
+    hidden = sizes.hidden_size
     tp = shape.tp
-    kv_heads = model.kv_heads if isinstance(model, GPTConfig) else model.num_heads
-    bias = model.bias if isinstance(model, GPTConfig) else True
-    gated = isinstance(model, GPTConfig) and model.gated
-    qkv = (hidden + bias) * (model.num_heads + 2 * kv_heads) * model.head_size / tp
-    proj = hidden * hidden / tp + bias * hidden
-    up = (hidden + bias) * model.ffn * (2 if gated else 1) / tp
-    down = model.ffn * hidden / tp + bias * hidden
+    bias = sizes.biases
     norm = hidden + bias * hidden
-    narrow_layer = qkv + proj + up + down
-    layer = narrow_layer + 2 * norm
-    if isinstance(model, GPTConfig) and model.num_experts:
-        expert = model.num_expert_parameters / (model.num_layers * shape.ep * tp)
-        shared = (3 if gated else 2) * hidden * model.shared_ffn_size / tp
-        router_biases = 1 if model.router_bias_rate > 0 else 0
-        router = model.num_experts * (hidden + router_biases)
-        narrow_layer = qkv + proj + expert + shared
-        layer = narrow_layer + router + 2 * norm
-        down = expert / (3 if gated else 2)
-    if isinstance(model, ViTConfig):
-        head = (hidden + 1) * model.patch_outputs
-        embed = (model.patch_inputs + 1) * hidden
-        ends = embed + head + model.sequence_length * hidden + norm
-        narrow_ends = embed + head
+    narrow_layer = (hidden + bias) * sizes.qkv / tp
+    narrow_layer += hidden * sizes.heads_size / tp + bias * hidden
+    router = 0
+    if sizes.experts:
+        experts = sizes.expert_weights / (shape.ep * tp)
+        narrow_layer += experts + sizes.mlp_matrices * hidden * sizes.shared_size / tp
+        router = sizes.experts * (hidden + sizes.router_biases)
+        down = experts / sizes.mlp_matrices
     else:
-        require(model, "vocab_size")
-        assert model.vocab_size is not None
-        head = model.vocab_size * hidden / tp
-        copies = 1 if model.tie_embeddings else 2
-        positions = model.context_length * hidden if model.positions == "learned" else 0
-        ends = copies * head + positions + norm
-        narrow_ends = head
-    narrowed = model.num_layers * narrow_layer + narrow_ends
+        down = hidden * sizes.ffn / tp + bias * hidden
+        narrow_layer += (hidden + bias) * sizes.ffn * (sizes.mlp_matrices - 1) / tp + down
+    layer = narrow_layer + router + 2 * norm
+    if sizes.inputs:  # a vision transformer, whose ends tp does not cut
+        head = sizes.head_weights + sizes.outputs
+        ends = sizes.end_parameters
+        narrow_ends = (sizes.inputs + 1) * hidden + head
+    else:
+        head = narrow_ends = sizes.head_weights / tp
+        copies = 1 if sizes.tied else 2
+        ends = sizes.end_parameters - copies * (sizes.head_weights - head)
+    narrowed = sizes.num_layers * narrow_layer + narrow_ends
     return WeightCounts(layer, down, head, ends, narrowed)
 
 

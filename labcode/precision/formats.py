@@ -58,11 +58,6 @@ class Format:
         return 2 - 2 ** (self.exponent_bits - 1)
 
     @property
-    def smallest_normal(self) -> float:
-        """The smallest positive number with all its digits."""
-        return 2.0**self.smallest_exponent
-
-    @property
     def smallest_subnormal(self) -> float:
         """The smallest positive number."""
         return 2.0 ** (self.smallest_exponent - self.fraction_bits)

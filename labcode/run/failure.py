@@ -64,7 +64,7 @@ def fail(place: Place, error: Exception, steps_done: int | None = None, hang: st
         line = f"error: {when}{text_of(error)}"
         # the restarts of a job meet the same error again
         is_told = place.rank == 0 and not attempts.is_said_before(line, place)
-    elif is_lost_peer(error):
+    elif knows_only_lost_peer(error):
         line = f"{who}{when}{bootstrap.lost_peer_message(error, hang)}"
         is_told = place.local_rank < TOLD_BY
     else:
@@ -101,12 +101,12 @@ def is_expected(error: BaseException, is_set_up: bool) -> bool:
     """
     if isinstance(error, OSError | SharedError | DataError):
         return True
-    if is_out_of_memory(error) or is_lost_peer(error):
+    if is_out_of_memory(error) or knows_only_lost_peer(error):
         return True
     return isinstance(error, ValueError) and not is_set_up
 
 
-def is_lost_peer(error: BaseException) -> bool:
+def knows_only_lost_peer(error: BaseException) -> bool:
     """Whether this rank knows no more than that another one is gone, or does not answer.
 
     Args:

@@ -17,7 +17,6 @@ from labcode.comm.grid import Grid
 from labcode.config import Config, GPTConfig, ViTConfig
 from labcode.data.tokenizer import AnyTokenizer
 from labcode.debug import debug_config
-from labcode.doctor.answers import Answers
 from labcode.doctor.hang import HangWatch
 from labcode.measure.metrics import Log
 from labcode.run import attempts, failure
@@ -99,8 +98,7 @@ def run(
         resolved = replace(resolved, config=attempts.resumed_config(config, place))
         folder = RunFolder(resolved.config)
         ready = set_up(resolved, world, folder, signals, watch, opened)
-        with Answers(ready.out, lambda: ready.training.steps_done):
-            _train(ready, folder)
+        _train(ready, folder)
     except (Exception, KeyboardInterrupt) as error:
         _leave(ready, folder, ctrl_c, opened)
         code = _code_after(error, place, ready, ctrl_c, watch)
@@ -385,7 +383,7 @@ def _code_after(
     Returns:
         The exit code of this rank; None for a bug, whose traceback is wanted.
     """
-    is_lost_peer = failure.is_lost_peer(error)
+    is_lost_peer = failure.knows_only_lost_peer(error)
     was_broken_off = caused_by_ctrl_c(error)
     if was_broken_off or ctrl_c.heard:
         if not was_broken_off and not is_lost_peer:

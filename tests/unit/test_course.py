@@ -408,7 +408,6 @@ def test_the_command_shows_one_lesson_by_its_number_with_or_without_the_zero(fol
         ("lesson 4", "python -m labcode 4"),
         ("train gpt_tiny --parallel.tp 2", "python -m labcode.train gpt_tiny --parallel.tp 2"),
         ("--doctor", "python -m labcode.doctor"),
-        ("watch runs/x", "python -m labcode.run.watch runs/x"),
         ("lab", "make lab"),
         ("next", "python -m labcode"),
         ("--version", "python -m labcode.doctor"),

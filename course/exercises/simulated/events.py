@@ -98,7 +98,7 @@ class Event:
 
 
 @dataclass
-class Place:
+class DeadEnd:
     """Where a rank waits for what cannot come.
 
     Args:
@@ -134,7 +134,7 @@ class Outcome:
 
     results: list[Any]
     errors: dict[int, BaseException]
-    stuck: dict[int, Place]
+    stuck: dict[int, DeadEnd]
     events: list[Event]
     made: list[list[Event]]
 

@@ -78,7 +78,6 @@ _FOLDER = re.compile(r"^/\S*/(?=[\w.-]+: )")  # "/opt/env/bin/python: No module 
 _OWN_RANK = re.compile(r"^(?:error: )?(?:.*?\b)?rank (\d+)\b")
 # "AssertionError: Rank 3: found NaN", of Megatron; the reader of PyTorch's flight recorder
 _SPEAKER = re.compile(r"^\w+: Rank (?P<rank>\d+): |Culprit rank (?P<culprit>\d+);")
-_WORLD = re.compile(r"\b(?:nranks|nRanks|world[_ ]size|WORLD_SIZE)\W{1,3}(\d+)")
 
 
 @dataclass(frozen=True)

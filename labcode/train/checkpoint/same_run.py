@@ -29,6 +29,7 @@ MAY_CHANGE = (
     "train.on_bad_step",
     "train.out",
     "train.overwrite",
+    "train.powersgd_",  # of older versions
     "train.sample_device_s",
     "train.sample_tokens",
     "train.slow_factor",
