@@ -23,7 +23,7 @@ from course.exercises.in_notebook import OURS
 from course.exercises.simulated import Endless, Event, Mismatch, Outcome, Stuck, simulate
 from course.pool.ranks import RankError, Ranks
 from labcode.comm.grid import group_of
-from labcode.runtime.units import plural, ranks_text
+from labcode.runtime.units import plural, ranks_text, type_in_words
 from labcode.runtime.waits import EVERY_RANK, broken_rule
 
 TOLERANCE = 1e-9
@@ -143,7 +143,7 @@ def tensor(value: Any, shape: Sequence[int] | None = None, what: str = "it retur
     if value is None:
         raise Hint(RETURNED_NONE)
     if not isinstance(value, torch.Tensor):
-        raise Hint(f"{what} a {type(value).__name__}, expected is one tensor")
+        raise Hint(f"{what} {type_in_words(value)}, expected is one tensor")
     if shape is not None and tuple(value.shape) != tuple(shape):
         raise Hint(f"{what} a tensor of shape {list(value.shape)}, expected is {list(shape)}")
 
@@ -151,11 +151,7 @@ def tensor(value: Any, shape: Sequence[int] | None = None, what: str = "it retur
 def sequence(value: Any, wanted: str) -> None:
     """See that a value is a list or a tuple, as `wanted` says; a tensor is none."""
     if not isinstance(value, list | tuple):
-        raise Hint(f"return {wanted}, not {_article(type(value).__name__)}")
-
-
-def _article(name: str) -> str:
-    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
+        raise Hint(f"return {wanted}, not {type_in_words(value)}")
 
 
 # ---- runs

@@ -36,7 +36,7 @@ from labcode.comm.grid import Grid
 from labcode.parallel.pipeline import Pipeline
 from labcode.perf.pipeline import StageTimes, Timeline, peak_microbatches
 from labcode.perf.pipeline import simulate as timeline
-from labcode.runtime.units import ranks_text
+from labcode.runtime.units import ranks_text, type_in_words
 from labcode.schedules import Action, Actions, check_schedule, schedule
 from labcode.topology import GridShape
 
@@ -67,7 +67,7 @@ def _check_list_of_actions(case: str, actions: Any) -> None:
     """What one rank was given, or the first of its entries that is no action."""
     what = "give a list of Action(kind, stage, microbatch)"
     if not isinstance(actions, list):
-        raise Hint(f"{case}a {type(actions).__name__}: {what}")
+        raise Hint(f"{case}{type_in_words(actions)}: {what}")
     others = [one for one in actions if not isinstance(one, Action)]
     if others:
         raise Hint(f"{case}the entry {str(others[0])[:40]!r}, which is no Action: {what}")
@@ -690,7 +690,7 @@ def _weight_half(weight: nn.Parameter, later: list[Callable[[], Any]]) -> Tensor
     (function,) = later
     if not callable(function):
         raise Hint(
-            f"`later` holds a {type(function).__name__}: put a function there that computes the "
+            f"`later` holds {type_in_words(function)}: put a function there that computes the "
             "gradient when it is called"
         )
     is_first = weight.grad is None

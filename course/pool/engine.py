@@ -28,6 +28,7 @@ from course.pool import cells, recorder, wire
 from course.pool.answers import failure_of, text_of
 from labcode.comm.grid import made_by_grid
 from labcode.runtime import bootstrap
+from labcode.runtime.units import type_in_words
 
 
 class Engine:
@@ -152,7 +153,7 @@ class Engine:
             packed = wire.dumps(value)
         except Exception as error:
             raise TypeError(
-                f"the result, a {type(value).__name__}, cannot be sent back: "
+                f"the result, {type_in_words(value)}, cannot be sent back: "
                 f"{text_of(error)}: return numbers or tensors"
             ) from None
         result = Path(f"{path}-{self.rank}")
