@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None, start: Path | None = None) -> int:
     """The command line; returns the exit code.
 
     Args:
-        arguments: Without the program's name; None: those of this process.
+        arguments: Arguments without the program's name; None: those of this process.
         start: Where to look for the notebooks first; None: here.
     """
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, epilog=EPILOG)

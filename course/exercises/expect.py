@@ -92,7 +92,7 @@ def diagnose(
         found: What the answer gave.
         truth: What is right, of the same shape.
         table: As for `refuse`.
-        otherwise: For any other result; {off} is its relative distance.
+        otherwise: Hint for any other result; {off} is its relative distance.
         tolerance: Relative distance that is rounding.
     """
     off = distance(found, truth)
@@ -311,7 +311,7 @@ def confirm(
         ranks: The pool; without one nothing is run.
         outcome: Outcome of the same call on simulated ranks.
         work: The work as it was simulated.
-        args: Its arguments after the rank.
+        args: Arguments after the rank.
         tolerance: Relative distance that is rounding: sums are added in another order.
 
     Returns:

@@ -62,7 +62,7 @@ def _check_mean(
         case: What a hint begins with.
         own: The rank's own gradient.
         found: What is in `.grad`.
-        mean: Over the group.
+        mean: Mean over the group.
         of_world: Mean over all ranks.
     """
     of_weights = small_gpt.weights(small_gpt.model())

@@ -522,7 +522,8 @@ def _check_overfits(row: Row) -> None:
 
 # ---- 6.7
 
-LR, MOMENTUM = (0.7, 0.9)
+LR = 0.7
+MOMENTUM = 0.9
 ROUNDS = 3
 
 
@@ -588,8 +589,8 @@ def _first_mistakes(common: Tensor, before: Tensor, gone: Tensor, p: int) -> dic
     """The slips that show in the first round, where the velocity is the outer gradient.
 
     Args:
-        common: Where all copies began.
-        before: Where this rank's copy was before the step.
+        common: Weights that all copies began with.
+        before: Weights of this rank's copy before the step.
         gone: The outer gradient.
         p: Number of copies.
     """

@@ -203,9 +203,9 @@ class _WatchedStage(Stage):
         m: How often it may be called.
 
     Attributes:
-        seen: Its inputs, call by call.
+        seen: Inputs of the stage, call by call.
         went_back: Numbers of the calls, in the order in which backward went through them.
-        overwritten: Those whose input had changed by then.
+        overwritten: Calls whose input had changed by then.
         outputs: What the calls gave, as long as the learner holds it.
     """
 
@@ -586,8 +586,8 @@ class _MicroBatch(NamedTuple):
     """One that has gone forward.
 
     Args:
-        x: Its input.
-        y: Its output.
+        x: Input of the stage.
+        y: Output of the stage.
         later: The list that it was given.
         grad: What its backward is given.
     """

@@ -206,7 +206,8 @@ def _see_loss(case: str, loss: Any, scores: Tensor, experts: Tensor) -> None:
     tensor(loss, what=f"{case}the loss is")
     if loss.numel() != 1:
         raise Hint(f"{case}the loss is of shape {list(loss.shape)}, expected is one number")
-    number, top_k = scores.shape[1], experts.shape[1]
+    number = scores.shape[1]
+    top_k = experts.shape[1]
     rows = torch.bincount(experts.flatten(), minlength=number).double()
     first = torch.bincount(experts[:, 0], minlength=number).double()
     f = rows / rows.sum()
@@ -356,7 +357,8 @@ def _see_bias(
     case: str, moved: Any, scores: Tensor, bias: Tensor, experts: Tensor, rate: float
 ) -> None:
     tensor(moved, bias.shape, what=f"{case}the new bias is")
-    number, top_k = scores.shape[1], experts.shape[1]
+    number = scores.shape[1]
+    top_k = experts.shape[1]
     rows = torch.bincount(experts.flatten(), minlength=number).double()
     first = torch.bincount(experts[:, 0], minlength=number).double()
     gap = rows.mean() - rows

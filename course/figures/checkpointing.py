@@ -35,7 +35,7 @@ class Slot(NamedTuple):
     Args:
         name: What the box says: F for forward, B for backward, and the layer.
         kind: "forward", "again" or "backward".
-        length: In units of one forward.
+        length: Length in units of one forward.
         inputs: Layer inputs that are kept while it ends, in numbers for each token and feature.
         inside: What is kept of the insides of layers then, in the same unit.
     """

@@ -29,9 +29,9 @@ class Kept(NamedTuple):
     """One tensor that a layer keeps for backward.
 
     Args:
-        operation: Whose backward reads it.
+        operation: Operation whose backward reads it.
         tensor: What it is, one or two short lines.
-        numbers: For each token and hidden feature.
+        numbers: Number of values for each token and hidden feature.
         whole: Whether tensor parallelism leaves it whole on every rank.
     """
 
@@ -135,8 +135,8 @@ class _Station(NamedTuple):
     """A tensor in the row of each rank, or a step between two of them.
 
     Args:
-        x: Its middle.
-        text: Under a tensor; above an arrow.
+        x: Place of its middle.
+        text: Text under a tensor, or above an arrow.
         kind: "whole" tokens, "own" tokens, "partial" sums of all tokens; "step" of each rank for
             itself, "travel" between ranks.
     """

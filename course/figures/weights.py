@@ -124,7 +124,7 @@ def owners(split: Shard, length: int, parts: int) -> list[tuple[int, int, int]]:
 
     Args:
         split: How the weight is cut.
-        length: Its size along that dim.
+        length: Size along that dim.
         parts: Number of ranks.
     """
     along_one_dim = Shard(0, split.sections)

@@ -35,7 +35,7 @@ class Engine:
     """One rank.
 
     Args:
-        channel: To the pool.
+        channel: Channel to the pool.
         rank: Rank of this process.
         folder: Folder of the pool.
     """
@@ -124,7 +124,7 @@ class Engine:
 
         Args:
             path: A file with the function and its arguments, as `wire.pack_call` packs them.
-            places: Where the caller finds modules.
+            places: Folders where the caller finds modules.
             pass_rank: Put this rank before the arguments.
         """
         before = set(distributed_c10d._world.pg_map)
@@ -164,8 +164,8 @@ class Engine:
         """Run a `%%px` cell.
 
         Args:
-            source: Its text.
-            name: By which tracebacks know it.
+            source: Text of the code.
+            name: Name by which tracebacks know it.
         """
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         cells.run(source, name, self.cells)

@@ -84,7 +84,7 @@ def generate(
         path: Ends in .zarr; does not exist.
         gb: Its size, in 1e9 bytes. What is larger than `weather_files.IN_MEMORY_BYTES` is read
             again for every batch.
-        degrees: Between two grid points.
+        degrees: Degrees between two grid points.
         chunks: Times, latitudes and longitudes of a chunk; None: `CHUNK`, or the map if it is
             smaller.
         seed: The same seed gives the same values.

@@ -64,7 +64,7 @@ class RankPart:
 
     Args:
         rank: Global rank.
-        places: For each dim the indices in the whole tensor.
+        places: Indices in the whole tensor, for each dim.
         values: The part itself.
     """
 
@@ -106,7 +106,7 @@ class Row:
         kind: "output", "gradient of the input" and so on.
         error: The largest relative error of a rank's part.
         bound: What rounding explains.
-        ranks: Those of the second run whose part departs by more.
+        ranks: Ranks of the second run whose part departs by more.
     """
 
     name: str

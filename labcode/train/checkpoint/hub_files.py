@@ -194,7 +194,8 @@ def _export_adapter(run: Path, to: Path, config: GPTConfig) -> str:
         raise ValueError(f"{run} has no adapters: it trained the model itself, without lora.rank")
     final = run / ADAPTERS
     if final.is_file():
-        adapters, source = torch.load(final, map_location="cpu", weights_only=True), final
+        adapters = torch.load(final, map_location="cpu", weights_only=True)
+        source = final
     else:
         adapters, source = _weights_of(run)
     tensors = hub_adapter.adapter_state_dict(config, adapters)
@@ -474,10 +475,12 @@ class HubCheckpoint:
 
     def _read_box(self, pieces: list[Piece], box: Box, into: torch.Tensor) -> None:
         """Fill the view `into` with a box of a weight; no more of the files is read."""
-        begin, end = box.offsets[0], box.offsets[0] + box.sizes[0]
+        begin = box.offsets[0]
+        end = begin + box.sizes[0]
         for piece in pieces:
             last = end if piece.rows is None else piece.first + piece.rows
-            low, high = max(begin, piece.first), min(end, last)
+            low = max(begin, piece.first)
+            high = min(end, last)
             if low >= high:
                 continue
             ranges = [slice(low - piece.first, high - piece.first)]

@@ -59,7 +59,7 @@ class StoredFile:
     """A file as it was when the checkpoint was written.
 
     Args:
-        size_bytes: Its length.
+        size_bytes: Length of the file.
         sha256: Hash of its content, in hexadecimal digits.
     """
 
