@@ -263,7 +263,7 @@ def _all_alike(number: int, micro: int) -> int:
 
 
 def _by_micro_batch(number: int, micro: int) -> int:
-    return (2, 6, 3)[micro]
+    return (2, 6, 3)[micro] + number % 3
 
 
 def _uneven(number: int, micro: int) -> int:
@@ -339,7 +339,7 @@ def _step(group: dist.ProcessGroup, answer: Callable[..., Any], load: _Load) -> 
     with here().block("DDP"):
         flat = torch.cat([grad.flatten() for grad in grads if grad is not None])
         dist.all_reduce(flat, group=group)
-    value = torch.as_tensor(loss).detach().clone().double().reshape(())
+    value = torch.as_tensor(loss, dtype=torch.float64).detach().clone().reshape(())
     return _Stepped(value, flat / group.size())
 
 
@@ -419,8 +419,8 @@ def _is_step(
                 mistakes |= {
                     "the gradient is 1/p of what it should be: DDP divides by the number of ranks "
                     "after you have divided already": truth / p,
-                    "the gradient is p times as long as it should be: DDP's mean undoes one factor "
-                    "of p, not two": truth * p,
+                    "the gradient is p times as long as it should be: is N that of all ranks, and "
+                    "does p stand there once?": truth * p,
                 }
             else:
                 mistakes |= {
@@ -640,7 +640,6 @@ def _whole() -> tuple[Tensor, _Layer, _Layer, Tensor]:
 class _Tuned(NamedTuple):
     """What a rank has after backward and `finish`."""
 
-    shapes: dict[str, list[int]]
     y: Tensor
     x_grad: Tensor
     grads: dict[str, Tensor]
@@ -652,6 +651,10 @@ def _tuned(group: dist.ProcessGroup, answer: Callable[..., Any]) -> _Tuned:
     before = [value.clone() for value in given]
     mlp = answer(tuple(up), tuple(down), SCALE, group)
     parts = _parts_of(mlp)
+    for name, shape in _right_shapes(group.size()).items():
+        own = list(parts[name].shape)
+        if own != shape:
+            raise Hint(f"{name} has the shape {own}, expected is {shape}: {SHAPES[name]}")
     leaf = x.clone().requires_grad_()
     with here().block("forward"):
         y = due(mlp.forward(leaf))
@@ -685,8 +688,7 @@ def _tuned(group: dist.ProcessGroup, answer: Callable[..., Any]) -> _Tuned:
             raise Hint(f"{name} has no gradient after finish")
         grads[name] = grad.clone()
     assert leaf.grad is not None
-    shapes = {name: list(part.shape) for name, part in parts.items()}
-    return _Tuned(shapes, y.detach().clone(), leaf.grad.clone(), grads)
+    return _Tuned(y.detach().clone(), leaf.grad.clone(), grads)
 
 
 def _parts_of(mlp: Any) -> dict[str, Tensor]:
@@ -775,12 +777,11 @@ def _grad(leaf: Tensor) -> Tensor:
     return leaf.grad
 
 
-def _plain(p: int, with_up: bool, with_down: bool) -> Tensor:
-    """y with only some of the adapters."""
+def _scaled(of_up: float, of_down: float) -> Tensor:
+    """y of one process with these scales."""
     x, up, down, _ = _whole()
-    inner = x @ up.w.T + with_up * SCALE * x @ up.a.T @ up.b.T
-    inner = F.gelu(inner)
-    return inner @ down.w.T + with_down * SCALE * inner @ down.a.T @ down.b.T
+    inner = F.gelu(x @ up.w.T + of_up * x @ up.a.T @ up.b.T)
+    return inner @ down.w.T + of_down * inner @ down.a.T @ down.b.T
 
 
 def _own_y(p: int, number: int) -> Tensor:
@@ -798,18 +799,13 @@ def _is_tuned(results: Sequence[_Tuned], outcome: Outcome, members: Sequence[int
     for number, (rank, found) in enumerate(zip(members, results)):
         about = f"on rank {rank}: "
         refuse(careless(outcome.of(rank)), about)
-        for name, shape in _right_shapes(p).items():
-            if found.shapes[name] != shape:
-                raise Hint(
-                    f"{about}{name} has the shape {found.shapes[name]}, expected is {shape}: "
-                    f"{SHAPES[name]}"
-                )
         mistakes = {
             "y is this rank's part of a sum: who adds up the parts?": _own_y(p, number),
             "y is {times:.3g} times as large as that of one process": times(truth.y),
-            "both adapters are missing in y": _plain(p, False, False),
-            "the adapter of up is missing in y": _plain(p, False, True),
-            "the adapter of down is missing in y": _plain(p, True, False),
+            "both adapters are missing in y": _scaled(0.0, 0.0),
+            "the adapter of up is missing in y": _scaled(0.0, SCALE),
+            "the adapter of down is missing in y": _scaled(SCALE, 0.0),
+            "the adapters count without their scale": _scaled(1.0, 1.0),
         }
         otherwise = "y is {off:.0%} away from that of one process: is part i of each matrix here?"
         diagnose(about, found.y, truth.y, mistakes, otherwise)

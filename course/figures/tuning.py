@@ -6,7 +6,6 @@ Lesson 25 uses them; `plot.packed_row` and `plot.adapters` are the way in.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
@@ -123,7 +122,7 @@ def adapters(
         title: Above it.
     """
     picture = canvas(3.7 * len(panels) + 0.4, 2.7, alt=alt, columns=len(panels))
-    for axes, (heading, cuts) in zip(np.atleast_1d(picture.axes), panels.items(), strict=True):
+    for axes, (heading, cuts) in zip(picture.axes, panels.items(), strict=True):
         _weight(axes, (0, 0), (WIDE, WIDE), cuts.get("W"), num_ranks)
         put_text(axes, WIDE / 2, -0.35, "W [out, in]", 9)
         _weight(axes, B_AT, (THIN, WIDE), cuts.get("B"), num_ranks)
