@@ -157,25 +157,25 @@ PACK = Answers(
         "with the last tokens": (
             changed(
                 "(prompt + answer)[:-1] => prompt + answer",
-                "targets_of(prompt, answer) => targets_of(prompt, answer) + [-100]",
+                f"{TARGETS} => {TARGETS} + [-100]",
             ),
             "with its last token, which has nothing to predict",
         ),
         "over the border, prompts left out": (
             changed(
-                "targets += targets_of(prompt, answer) => "
-                "aim = targets_of(prompt, answer); "
+                "targets += [-100] * (len(prompt) - 1) + answer => "
+                "aim = [-100] * (len(prompt) - 1) + answer; "
                 "aim[-1] = aim[-1] if number == len(pairs) - 1 else pairs[number + 1][0][0]; "
                 "targets += aim"
             ),
             "the first token of the next one",
         ),
         "prompts count": (
-            changed("targets_of(prompt, answer) => (prompt + answer)[1:]"),
+            changed("[-100] * (len(prompt) - 1) + answer => (prompt + answer)[1:]"),
             "the prompts count as well",
         ),
         "targets not shifted": (
-            changed("targets_of(prompt, answer) => own"),
+            changed("[-100] * (len(prompt) - 1) + answer => own"),
             "the targets are the tokens themselves",
         ),
         "positions run through": (
