@@ -48,9 +48,9 @@ ranks = Ranks(4)
 # ## 1. Pairs, and a loss on the answer alone (core, 16 min)
 #
 # A pre-trained model continues a text. Ours is a GPT of two layers that has read a million characters of Shakespeare
-# for some seconds. We want something else of it: we say a line, and it answers with a next line, **in capital letters**,
-# and then stops. The plays have some thousand speeches of two lines, and these make our pairs: a **prompt** and an
-# **answer**.
+# for some seconds. We want something else of it: we say a line, and it answers with a next line, **in capital
+# letters**, and then stops. The plays have some thousand speeches of two lines, and these make our pairs: a
+# **prompt** and an **answer**.
 
 # %%
 base = lab.base()
@@ -138,10 +138,10 @@ real = sum(len(prompt) + len(answer) - 1 for prompt, answer in lab.token_pairs()
 print(f"{real} of {tokens.numel()} places hold a token: {real / tokens.numel():.0%}")
 
 # %% [markdown]
-# And these pairs were chosen to be short. In a data set of instructions, where one answer is a word and the next a page,
-# most of a batch can be filling. **Packing** puts pairs one behind another into one row instead. Each is called a
-# **document** of the row. Three things must then hold, which the picture shows for the pairs `ab -> XY`, `c -> Z` and
-# `de -> UVW`:
+# And these pairs were chosen to be short. In a data set of instructions, where one answer is a word and the next a
+# page, most of a batch can be filling. **Packing** puts pairs one behind another into one row instead. Each is called
+# a **document** of the row. Three things must then hold, which the picture shows for the pairs `ab -> XY`, `c -> Z`
+# and `de -> UVW`:
 #
 # 1. the **targets** stay those of each pair. No document predicts the first token of the next one;
 # 2. the **positions** begin at 0 in each document;
@@ -228,10 +228,11 @@ for number, off in enumerate(lab.off_alone(packed, alone)):
     print(f"document {number} as alone to 1e-12: {off < 1e-12}")
 
 # %% [markdown]
-# And what if one of the three things is forgotten? First the mask: the row is then one causal sequence, with positions
-# that restart. Then the positions: the mask is right, and they run through from 0 to S - 1. For the second case take two
-# models, one with **learned** positions, a vector for each position that is added to the token, and one with **rotary**
-# ones, which turn queries and keys so that their product depends on the **distance** of two tokens alone.
+# And what if one of the three things is forgotten? First the mask: the row is then one causal sequence, with
+# positions that restart. Then the positions: the mask is right, and they run through from 0 to S - 1. For the second
+# case take two models, one with **learned** positions, a vector for each position that is added to the token, and one
+# with **rotary** ones, which turn queries and keys so that their product depends on the **distance** of two tokens
+# alone.
 #
 # **Predict.** Which documents are still right without the mask: "all", "the first" or "none"? And if the positions run
 # through, with learned ones, and with rotary ones?
@@ -261,13 +262,13 @@ compare("learned positions", right_with_learned, learned, options=CHOICES)
 compare("rotary positions", right_with_rotary, rotary, options=CHOICES)
 
 # %% [markdown]
-# Rotary positions forgive it, as long as they stay in the range that the model was trained on. The mask nobody forgives,
-# and no error tells you. The model trains on, with documents that read their neighbours.
+# Rotary positions forgive it, as long as they stay in the range that the model was trained on. The mask nobody
+# forgives, and no error tells you. The model trains on, with documents that read their neighbours.
 #
 # A mask of [S, S] is good for understanding. For 32,768 tokens it would have a billion entries, most of them False.
-# Kernels for GPUs take the **ends** of the documents instead and never look at a block that nobody sees: `cu_seq_q` and
-# `cu_seq_k` of PyTorch's `torch.nn.attention.varlen.varlen_attn`, or a `document` mask of FlexAttention. Where a framework
-# packs for you, look whether it does that: concatenating texts without a mask is called packing, too.
+# Kernels for GPUs take the **ends** of the documents instead and never look at a block that nobody sees: `cu_seq_q`
+# and `cu_seq_k` of PyTorch's `torch.nn.attention.varlen.varlen_attn`, or a `document` mask of FlexAttention. Where a
+# framework packs for you, look whether it does that: concatenating texts without a mask is called packing, too.
 #
 # **Takeaway: a packed row needs its own targets, positions and mask, and then each document is what it is alone, to
 # 1e-12.**
@@ -303,13 +304,13 @@ compare("mean of tokens", mean_of_tokens, losses.mean().item(), within=1)
 # happen to be dealt out. DDP computes a mean of means: it averages the gradients of the ranks. And so does the usual
 # gradient accumulation, which divides each micro-batch's loss by the number of micro-batches.
 #
-# This was in nearly all training libraries at once. Issue 24725 of `transformers` describes it in July 2023, and in
-# October 2024 it became known as **the** bug of gradient accumulation: `transformers` mended it in pull request 34191
-# for the micro-batches of one rank, and in 34373 for several ranks. torchtune (pull request 1875) introduces its cure "in honor of the day
-# the ML community first discovered the fact that (x1 / n1) + (x2 / n2) != (x1 + x2) / (n1 + n2)".
+# This was in several training libraries at once. Issue 24725 of `transformers` describes it in July 2023. In October
+# 2024 it became known as **the** bug of gradient accumulation: `transformers` mended it in pull request 34191 for the
+# micro-batches of one rank, and in 34373 for several ranks. torchtune (pull request 1875) introduced its cure "in honor
+# of the day the ML community first discovered the fact that (x1 / n1) + (x2 / n2) != (x1 + x2) / (n1 + n2)".
 #
-# Here are the tokens that count on our four ranks, each with two micro-batches of two pairs. Rank 3 has got the shortest
-# answers, and in its second micro-batch none at all: that happens when a prompt is as long as the context.
+# Here are the tokens that count on our four ranks, each with two micro-batches of two pairs. Rank 3 has got the
+# shortest answers, and in its second micro-batch none at all: that happens when a prompt is as long as the context.
 
 # %% tags=["figure"]
 from course.labs import l25_by_hand as by_hand
@@ -369,11 +370,11 @@ def backward_of_step(model, micro_batches, group):
 check("25.3", backward_of_step, ranks)
 
 # %% [markdown]
-# Under a real DDP, on the pairs of the figure. `mean_of_means` is what most scripts did until 2024, except that it leaves
-# out an empty micro-batch, which would make everything `nan`.
+# Under a real DDP, on the pairs of the figure. `by_means` divides as the usual recipe does, except that it leaves out
+# an empty micro-batch, which would make everything `nan`.
 
 # %% tags=["nbval-check-output"]
-def mean_of_means(model, micro_batches, group):
+def by_means(model, micro_batches, group):
     """Each micro-batch by its own mean; DDP averages."""
     total = torch.zeros((), dtype=torch.float64)
     for tokens, targets in micro_batches:
@@ -391,7 +392,7 @@ truth_loss, truth = lab.on_one_process(by_hand.targets_of)
 right_loss, right = ranks.run(
     lab.under_ddp, by_hand.backward_of_step, by_hand.targets_of
 )[0]
-wrong_loss, wrong = ranks.run(lab.under_ddp, mean_of_means, by_hand.targets_of)[0]
+wrong_loss, wrong = ranks.run(lab.under_ddp, by_means, by_hand.targets_of)[0]
 off_right = lab.relative_error(right, truth)
 off_wrong = lab.relative_error(wrong, truth)
 print(f"by tokens: loss right to 1e-12: {abs(right_loss - truth_loss) < 1e-12}")
@@ -455,8 +456,8 @@ compare("fraction", fraction_trained, trained / layer.weight.numel(), within=1.0
 #
 # 1. Freeze the layer. Make `self.a` [r, in] and `self.b` [out, r] as `nn.Parameter`, of the dtype of the layer's
 #    weight: A random, for instance `torch.randn` divided by the root of `in`; B zero.
-# 2. `forward` computes the equation. Multiply x by A first: [.., in] becomes [.., r]. The product B A, which is as large
-#    as W, need not be made.
+# 2. `forward` computes the equation. Multiply x by A first: [.., in] becomes [.., r]. The product B A, as large as W,
+#    need not be made.
 # 3. `merge` adds s B A to the layer's weight, in place, without autograd. `forward` gives the same as before then, and
 #    costs no more than the plain layer.
 #
@@ -589,14 +590,14 @@ off = ((nf4.dequantize(packed) - weight).norm() / weight.norm()).item()
 print(f"{8 * packed.num_bytes / weight.numel():.3f} bits a weight, off by {off:.0%}")
 
 # %% [markdown]
-# Nothing can be multiplied in these 4 bits. A layer expands its W to 16 bits, multiplies, and throws it away, in forward
-# and again in backward. So at any time one expanded weight is in memory, and not all of them. The adapter trains beside
-# it in 16 bits and learns with the rounded W in place.
+# Nothing can be multiplied in these 4 bits. A layer expands its W to 16 bits, multiplies, and throws it away, in
+# forward and again in backward. So at any time one expanded weight is in memory, and not all of them. The adapter
+# trains beside it in 16 bits and learns with the rounded W in place.
 #
-# Now add it up for a real model: a GPT with N weights, P of them in the linear layers of its blocks, and adapters beside
-# those with n numbers. All weights train in float32: 4 bytes for a weight, 4 for its gradient and 8 for AdamW's two
-# averages are 16 as well. For LoRA the frozen weights are in bfloat16. For QLoRA those P are in NF4, and the rest
-# (embeddings, norms, biases, head) stays in bfloat16.
+# Now add it up for a real model: a GPT with N weights, P of them in the linear layers of its blocks, and adapters
+# beside those with n numbers. All weights train in float32: 4 bytes for a weight, 4 for its gradient and 8 for
+# AdamW's two averages are 16 as well. For LoRA the frozen weights are in bfloat16. For QLoRA those P are in NF4, and
+# the rest (embeddings, norms, biases, head) stays in bfloat16.
 
 # %% tags=["nbval-check-output"]
 from course.labs import l25_tuning as lab
@@ -609,8 +610,8 @@ n = sum(param.numel() for param in model.parameters()) - N
 print(f"N = {N:,}   P = {P:,}   n = {n:,}")
 
 # %% [markdown]
-# **Predict.** How many MB are weights, gradients and optimizer: if all weights train, for LoRA, and for QLoRA with 0.516
-# bytes for each weight in NF4? An estimate on paper is good enough.
+# **Predict.** How many MB are weights, gradients and optimizer: if all weights train, for LoRA, and for QLoRA with
+# 0.516 bytes for each weight in NF4? An estimate on paper is good enough.
 
 # %% tags=["predict"]
 full_mb = 16 * 3.2
@@ -624,10 +625,10 @@ for way, guess in zip(lab.WAYS, guesses):
     compare(way, guess, kept_mb, unit="MB", within=1.1, found="counted")
 
 # %% [markdown]
-# What is still missing is the memory of activations. It hardly becomes smaller: backward goes through the frozen layers
-# all the same, to get to the adapters below. That is why "LoRA saves no memory" is what people find whose batch is
-# large. Ask labcode whether Llama 2 7B fits on a GPU of 24 GB. (`python -m labcode.perf fits --model llama2-7b --gpus 1
-# --gpu 24gb --lora 16 --four-bit` says the same, and more.)
+# What is still missing is the memory of activations. It hardly becomes smaller: backward goes through the frozen
+# layers all the same, to get to the adapters below. So with a large batch LoRA may save little. Ask labcode whether
+# Llama 2 7B fits on a GPU of 24 GB. (`python -m labcode.perf fits --model llama2-7b --gpus 1 --gpu 24gb --lora 16
+# --four-bit` says the same, and more.)
 
 # %% tags=["nbval-check-output"]
 from labcode.perf.fits import answer, gpu_memory
@@ -842,7 +843,7 @@ from course.labs import l25_tuning as lab
 ranks.run(lab.flattened, use_orig_params=False)
 
 # %% [markdown]
-# It is the error that people have asked about most often (issue 1702 of `peft`, issues 100945 and 104690 of PyTorch).
+# People have asked about this error again and again (issue 1702 of `peft`, issues 100945 and 104690 of PyTorch).
 # `use_orig_params=True` accepts the mixture, and then the second error comes, if the base is kept in bfloat16 and the
 # adapter in float32.
 
@@ -864,9 +865,9 @@ compare("numbers", flat_gradient, kept, within=1.01)
 
 # %% [markdown]
 # The memory for gradients that LoRA was to save is not saved. `fully_shard`, PyTorch's second FSDP, cuts **each
-# parameter by itself**: a frozen one stays frozen and has no gradient, and each keeps its dtype. So does labcode's
-# ZeRO-3. Here is our base model with adapters under `fully_shard`, in plain PyTorch, beside one process that has the
-# samples of all four ranks. It is the whole script, apart from the data.
+# parameter by itself**: a frozen one stays frozen, has no gradient, and may have another dtype than those that train.
+# In labcode's ZeRO-3 a frozen weight has no gradient either. Here is a small GPT with adapters under `fully_shard`, beside one process that has the
+# samples of all four ranks.
 
 # %% tags=["nbval-check-output"]
 from torch.distributed.fsdp import fully_shard
@@ -936,11 +937,12 @@ print(list(own)[:2], f"and {len(own) - 2} more of {len(weights)} tensors")
 # %% [markdown]
 # ## From here to GPUs and SLURM (core, 2 min)
 #
-# `torchrun --nproc-per-node=4 -m labcode.train gpt_tiny --lora.rank 8 --train.start_from RUN` trains adapters beside the
-# weights of an earlier run, and srun starts the same on several nodes. It goes with each kind of parallelism:
-# `--parallel.tp 2`, `--parallel.zero_stage 3`, or pipeline stages. On GPUs nothing of this lesson changes. With a model of
-# some billion weights, begin with LoRA on a single GPU, if `fits` says that it fits: then p GPUs are plain data parallelism with
-# tiny messages, since only the gradients of adapters travel.
+# `torchrun --nproc-per-node=4 -m labcode.train gpt_tiny --lora.rank 8 --train.start_from RUN` trains adapters beside
+# the weights of an earlier run, and srun starts the same on several nodes. It goes with each kind of parallelism:
+# `--parallel.tp 2`, `--parallel.zero_stage 3`, or pipeline stages, of which one may be frozen as a whole. On GPUs
+# nothing of this lesson changes. With a model of some billion weights, begin with LoRA on a single GPU, if `fits`
+# says that it fits: then p GPUs are plain data parallelism with small messages, since only the gradients of adapters
+# travel.
 #
 # ## Questions (core, 2 min)
 #
