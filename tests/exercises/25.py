@@ -7,7 +7,6 @@ from answers import Answers, changed
 from torch import nn
 
 from labcode.comm.collectives import copy_to, reduce_from
-from labcode.models.lora import LoraLinear
 
 # ---- 25.1 what counts
 
@@ -445,14 +444,6 @@ class LoraWithAMergedB(nn.Module):
     def merge(self):
         self.layer.weight.data += self.scale * self.b.data @ self.a.data
         self.b.data.zero_()
-
-
-class LoraOfLabcode(LoraLinear):
-    """labcode's, under the names of the exercise: a subclass is a way to write it, too."""
-
-    def __init__(self, layer, rank, alpha):
-        super().__init__(layer, rank, alpha)
-        self.layer = layer
 
 
 ADAPTED = "return y + self.scale * (x @ self.a.T) @ self.b.T"
