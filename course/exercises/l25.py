@@ -137,7 +137,7 @@ def pack(answer: Callable[..., Any]) -> None:
             due(value)
             tensor(value, what=f"{name}: it is")
         row = _packed(pairs)
-        whole = torch.tensor([token for pair in pairs for part in pair for token in part])
+        whole = torch.cat([torch.tensor(prompt + own) for prompt, own in pairs])
         _are_tokens(case, found[0], row, whole)
         _are_targets(case, found[1], row, whole)
         _are_positions(case, found[2], row)
@@ -364,6 +364,10 @@ def _sums(load: _Load, number: int) -> list[_Sums]:
     return found
 
 
+def _counts(own: Sequence[_Sums]) -> list[int]:
+    return [one.count for one in own]
+
+
 def _mean_over(of_ranks: Sequence[Sequence[_Sums]], field: str, divide: Callable[..., Any]) -> Any:
     """The sum of all micro-batches of all ranks, each divided by its own number, over the ranks."""
     total = torch.zeros((), dtype=torch.float64)
@@ -378,10 +382,10 @@ def _is_step(
 ) -> None:
     p = len(members)
     of_ranks = [_sums(load, number) for number in range(p)]
-    counts = torch.tensor([[one.count for one in own] for own in of_ranks])
+    counts = torch.tensor([_counts(own) for own in of_ranks])
     total = int(counts.sum())
     micro = load.micro_batches
-    places = sum(one.places for own in of_ranks for one in own)
+    places = p * micro * of_ranks[0][0].places
 
     def by_own_mean(number: int, place: int) -> int:
         return int(counts[number, place]) * micro
@@ -406,7 +410,7 @@ def _is_step(
             truth = summed / total
             own = of_ranks[members.index(rank)]
             own_loss = torch.stack([getattr(one, field) for one in own]).sum(0)
-            own_count = max(1, sum(one.count for one in own))
+            own_count = max(1, sum(_counts(own)))
             mistakes: dict[str, Any] = {
                 f"{what} is nan: a mean over no tokens is 0/0, and a sum is not": (
                     bool(value.isnan().any())
