@@ -28,15 +28,16 @@ WORDS = ("ways", "way", "reset")  # beside the number of a lesson
 # What people ask this program for, and what has it.
 ELSEWHERE = {
     "train": "python -m labcode.train",
-    "watch": "python -m labcode.run.watch",
     "sweep": "python -m labcode.run.sweep",
     "slurm": "python -m labcode.slurm",
     "submit": "python -m labcode.slurm submit",
     "perf": "python -m labcode.perf",
     "plan": "python -m labcode.perf plan",
+    "fits": "python -m labcode.perf fits",
     "doctor": "python -m labcode.doctor",
     "lab": "make lab",
     "version": "python -m labcode.doctor",
+    "help": f"{PROGRAM} --help",
     "next": PROGRAM,
     "progress": PROGRAM,
     "status": PROGRAM,
@@ -191,13 +192,14 @@ def way(words: list[str], folder: Path) -> list[str]:
 
     Args:
         words: Nothing, the name of a way, or "off".
-        folder: Of the student notebooks.
+        folder: Folder of the student notebooks.
 
     Raises:
         ValueError: There is no such way, or the choice cannot be kept.
     """
     if words:
-        name = None if words == ["off"] else words[0]
+        word = words[0].casefold()
+        name = None if word == "off" else word
         try:
             catalog.choose_way(name, folder)
         except OSError as error:

@@ -23,7 +23,7 @@ from course.exercises.in_notebook import OURS
 from course.exercises.simulated import Endless, Event, Mismatch, Outcome, Stuck, simulate
 from course.pool.ranks import RankError, Ranks
 from labcode.comm.grid import group_of
-from labcode.runtime.units import plural, ranks_text
+from labcode.runtime.units import plural, ranks_text, type_in_words
 from labcode.runtime.waits import EVERY_RANK, broken_rule
 
 TOLERANCE = 1e-9
@@ -143,7 +143,7 @@ def tensor(value: Any, shape: Sequence[int] | None = None, what: str = "it retur
     if value is None:
         raise Hint(RETURNED_NONE)
     if not isinstance(value, torch.Tensor):
-        raise Hint(f"{what} a {type(value).__name__}, expected is one tensor")
+        raise Hint(f"{what} {type_in_words(value)}, expected is one tensor")
     if shape is not None and tuple(value.shape) != tuple(shape):
         raise Hint(f"{what} a tensor of shape {list(value.shape)}, expected is {list(shape)}")
 
@@ -151,11 +151,7 @@ def tensor(value: Any, shape: Sequence[int] | None = None, what: str = "it retur
 def sequence(value: Any, wanted: str) -> None:
     """See that a value is a list or a tuple, as `wanted` says; a tensor is none."""
     if not isinstance(value, list | tuple):
-        raise Hint(f"return {wanted}, not {_article(type(value).__name__)}")
-
-
-def _article(name: str) -> str:
-    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
+        raise Hint(f"return {wanted}, not {type_in_words(value)}")
 
 
 # ---- runs
@@ -179,7 +175,7 @@ def settle(outcome: Outcome, case: str = "") -> Outcome:
     """What went wrong on a rank as one line, if anything did.
 
     Args:
-        outcome: Of a simulation.
+        outcome: Outcome of a simulation.
         case: What the line begins with.
 
     Returns:
@@ -234,7 +230,7 @@ def run(
         args: What else it is given.
         size: Number of ranks.
         case: What a hint begins with.
-        options: Of `simulate`.
+        options: Options of `simulate`.
     """
     return settle(simulate(size, work, *args, **options), case)
 
@@ -254,7 +250,7 @@ def in_groups(
         judge: Given the results of a group in its order, the outcome, and the group's members.
         groups: Ranks of the world; all ranks come first, so that a fault that only a part of them
             shows is known to be one.
-        options: Of `simulate`.
+        options: Options of `simulate`.
 
     Returns:
         The outcome of the last group.
@@ -302,7 +298,7 @@ def confirm_in_group(
     *args: Any,
     groups: Sequence[Sequence[int]] = GROUPS,
 ) -> str:
-    """As `confirm`, after `in_groups`: the last group once more, on real ranks."""
+    """Like `confirm`, after `in_groups`: the last group once more, on real ranks."""
     return confirm(ranks, outcome, _on_members, groups[-1], work, args)
 
 
@@ -317,8 +313,8 @@ def confirm(
 
     Args:
         ranks: The pool; without one nothing is run.
-        outcome: Of the same call on simulated ranks.
-        work: As it was simulated.
+        outcome: Outcome of the same call on simulated ranks.
+        work: The work as it was simulated.
         args: Its arguments after the rank.
         tolerance: Relative distance that is rounding: sums are added in another order.
 
@@ -387,7 +383,7 @@ def several(calls: Sequence[Event], count: int) -> dict[str, bool]:
     """A row of a table: more than one collective for what one could carry.
 
     Args:
-        calls: Of one rank.
+        calls: Calls of one rank.
         count: How many tensors it was given.
     """
     sends_objects = any(one.dtype == "uint8" for one in calls)

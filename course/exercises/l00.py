@@ -13,13 +13,14 @@ from course.exercises.expect import careless, confirm, diagnose, plural, refuse,
 from course.exercises.in_notebook import bounded
 from course.exercises.simulated import Outcome, simulate
 from course.pool.ranks import Ranks
+from labcode.runtime.units import type_in_words
 
 
 def _kind_of(value: Any) -> str:
     """What a function returned, in words."""
     if isinstance(value, (int, str)):
         return repr(value)
-    return f"a {type(value).__name__}"
+    return type_in_words(value)
 
 
 # ---- 0.1
@@ -45,8 +46,8 @@ def my_share(share: Callable[[list[Any], int, int], Any]) -> None:
         if len(right_with) == 1 and world_size not in right_with:
             (only,) = right_with
             why = f". With {only} ranks it was right: what in your function holds for {only} alone?"
-        _are_dealt(case, items, shares, why)
-        _are_even(case, items, shares, share)
+        _check_dealt(case, items, shares, why)
+        _check_even(case, items, shares, share)
         right_with.add(world_size)
 
 
@@ -79,13 +80,13 @@ def _share_of(share: Callable[..., Any], items: list[Any], rank: int, world_size
         ) from None
 
 
-def _are_dealt(case: str, items: list[Any], shares: list[list[Any]], why: str) -> None:
+def _check_dealt(case: str, items: list[Any], shares: list[list[Any]], why: str) -> None:
     """Each item is dealt out once.
 
     Args:
         case: What was dealt out to how many.
         items: What was to be dealt out.
-        shares: Of each rank.
+        shares: The share of each rank.
         why: What to ask if an item is missing.
     """
     dealt = []
@@ -108,7 +109,7 @@ def _are_dealt(case: str, items: list[Any], shares: list[list[Any]], why: str) -
             )
 
 
-def _are_even(
+def _check_even(
     case: str, items: list[Any], shares: list[list[Any]], share: Callable[..., Any]
 ) -> None:
     """No rank has more than one item more than another."""
@@ -164,11 +165,11 @@ def distributed_mean(mean: Callable[[torch.Tensor], Any], ranks: Ranks | None = 
     for number in range(len(VALUES)):
         outcome = simulate(len(VALUES[number]), _mean_on, mean, number)
         settle(outcome)
-        _is_mean(outcome, number)
+        _check_mean(outcome, number)
     return confirm(ranks, outcome, _mean_on, mean, number)
 
 
-def _is_mean(outcome: Outcome, number: int) -> None:
+def _check_mean(outcome: Outcome, number: int) -> None:
     """All ranks have returned the mean of all values."""
     if None in outcome.results:
         raise Hint(RETURNED_NONE)
@@ -194,9 +195,8 @@ def _is_mean(outcome: Outcome, number: int) -> None:
         ),
         f"the ranks disagree: they returned {returned}. What do you divide by, and is it the same "
         "on every rank?": total / own_counts,
-        f"the ranks disagree: they returned {returned}": (
-            not torch.allclose(found, found[0], ROUNDED, 0)
-        ),
+        f"the ranks disagree: they returned {returned}. Does every rank get each number that it "
+        "computes with from all of them?": (not torch.allclose(found, found[0], ROUNDED, 0)),
     }
     refuse(mistakes, "", found, ROUNDED)
     num_places = len(of_ranks) * int(own_counts.max())

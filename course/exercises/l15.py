@@ -25,6 +25,7 @@ from labcode.config import GPTConfig
 from labcode.perf.alpha_beta import Link
 from labcode.perf.step import ClusterModel, DataParallel, iteration_parts
 from labcode.runtime import combinations
+from labcode.runtime.units import type_in_words
 from labcode.slurm.script.job import Job
 from labcode.topology import GridShape
 
@@ -603,7 +604,7 @@ def form(form: Any) -> None:
 
 
 def hybrid_form(form: Any) -> None:
-    """The same for a model that is cut between its layers and through them."""
+    """The learner's numbers for a model that is cut between its layers and through them."""
     tell(HYBRID_NUMBERS, _filled_in(form, "my_hybrid"))
 
 
@@ -611,7 +612,7 @@ def _filled_in(form: Any, name: str) -> Seen:
     """The numbers of a form and what follows from them; all GPUs are used, by the right batch."""
     refuse({f"{name} is None: give it the dict with your six numbers": form is None})
     if not isinstance(due(form), Mapping):
-        raise Hint(f"{name} is a {type(form).__name__}, not a dict")
+        raise Hint(f"{name} is {type_in_words(form)}, not a dict")
     missing = [name for name in SIZE + FIELDS if name not in form]
     unknown = [str(name) for name in form if name not in SIZE + FIELDS]
     tell(ANY_FORM, Seen(missing=", ".join(missing), unknown=", ".join(unknown)))
@@ -656,7 +657,7 @@ def hybrid(
     run: Callable[[Job], Submitted],
     reference: Sequence[Mapping[str, float]],
 ) -> None:
-    """The same for 15.5; some steps of the job are recorded."""
+    """Check exercise 15.5 in the same way; some steps of the job are recorded."""
     hybrid_form(blanks)
     _check_run(run(job({**blanks, **RECORDED})), blanks, reference)
 
@@ -666,11 +667,11 @@ def _check_run(
 ) -> None:
     failed = f"the job ended as {done.outcome}: read {done.out}.log"
     refuse({failed: not done.outcome.ok})
-    _says_the_form(done, blanks)
-    _ends_with_the_loss(done, reference)
+    _check_form_line(done, blanks)
+    _check_final_loss(done, reference)
 
 
-def _says_the_form(done: Submitted, blanks: Mapping[str, Any]) -> None:
+def _check_form_line(done: Submitted, blanks: Mapping[str, Any]) -> None:
     """The first line of the log has the numbers of the form."""
     first = _FIRST.search(done.log)
     if first is None:
@@ -698,7 +699,7 @@ def _says_the_form(done: Submitted, blanks: Mapping[str, Any]) -> None:
     refuse(mistakes)
 
 
-def _ends_with_the_loss(done: Submitted, reference: Sequence[Mapping[str, float]]) -> None:
+def _check_final_loss(done: Submitted, reference: Sequence[Mapping[str, float]]) -> None:
     """The log comes to the last step, whose loss is that of another grid."""
     losses = {int(step): float(loss) for step, loss in _STEP.findall(done.log)}
     last_step = max(losses, default=0)

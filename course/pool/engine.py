@@ -28,6 +28,7 @@ from course.pool import cells, recorder, wire
 from course.pool.answers import failure_of, text_of
 from labcode.comm.grid import made_by_grid
 from labcode.runtime import bootstrap
+from labcode.runtime.units import type_in_words
 
 
 class Engine:
@@ -35,8 +36,8 @@ class Engine:
 
     Args:
         channel: To the pool.
-        rank: Of this process.
-        folder: Of the pool.
+        rank: Rank of this process.
+        folder: Folder of the pool.
     """
 
     def __init__(self, channel: Connection, rank: int, folder: Path) -> None:
@@ -152,7 +153,7 @@ class Engine:
             packed = wire.dumps(value)
         except Exception as error:
             raise TypeError(
-                f"the result, a {type(value).__name__}, cannot be sent back: "
+                f"the result, {type_in_words(value)}, cannot be sent back: "
                 f"{text_of(error)}: return numbers or tensors"
             ) from None
         result = Path(f"{path}-{self.rank}")
@@ -221,9 +222,9 @@ def main(
     Args:
         channel: Descriptor of the connection to the pool.
         listener: Descriptor that listens at the address; for rank 0.
-        rank: Of this process.
+        rank: Rank of this process.
         n: Number of ranks.
-        folder: Of the pool.
+        folder: Folder of the pool.
         timeout_s: How long a collective waits for a rank that does not come.
         address: Host and port, at which the ranks meet.
     """

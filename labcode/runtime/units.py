@@ -41,8 +41,20 @@ def plural(number: int, name: str) -> str:
 
     Held by: tests/unit/test_units.py
     """
-    ending = "" if number == 1 else "es" if name.endswith("ch") else "s"
+    if number == 1:
+        return f"{number} {name}"
+    ending = "es" if name.endswith("ch") else "s"
     return f"{number} {name}{ending}"
+
+
+def type_in_words(value: object) -> str:
+    """What a value is, with its article: "a list", "an int", "an ndarray".
+
+    Held by: tests/unit/test_units.py
+    """
+    name = type(value).__name__
+    article = "an" if name.lower().startswith(("a", "e", "i", "o", "nd")) else "a"
+    return f"{article} {name}"
 
 
 def _three_digits(value: float) -> float:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from labcode.runtime.units import type_in_words
 from labcode.train.checkpoint.tensors import INDEX, DamagedError, Index, StoredFile, to_index
 
 ABOUT = "run.json"
@@ -63,7 +64,7 @@ def read_about(folder: Path) -> About:
     """
     tree = _read_json(folder / ABOUT)
     if not isinstance(tree, dict):
-        raise DamagedError(f"{ABOUT} is a {type(tree).__name__}")
+        raise DamagedError(f"{ABOUT} is {type_in_words(tree)}")
     # the checksum is of everything but itself
     tree = dict(tree)
     found = tree.pop("sha256", None)
@@ -111,8 +112,8 @@ def share_of(rank: int, num_ranks: int, names: Iterable[str]) -> list[str]:
 def stored(path: Path) -> StoredFile:
     """Size and sha256 of a file; 0.7 s per GB on one core."""
     with open(path, "rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
-        return StoredFile(file.tell(), sha256)
+        digest = hashlib.file_digest(file, "sha256")  # pyright: ignore[reportArgumentType]
+        return StoredFile(file.tell(), digest.hexdigest())
 
 
 def verify(folder: Path, files: Mapping[str, StoredFile], names: Iterable[str]) -> None:

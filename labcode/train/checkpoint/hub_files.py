@@ -37,6 +37,7 @@ from labcode.parallel.boxes import Box, boxes_of
 from labcode.parallel.model import ParallelModel
 from labcode.runtime.file_kinds import kind_of
 from labcode.runtime.files import CONFIG_NAME, sync_folder
+from labcode.runtime.units import type_in_words
 from labcode.train.checkpoint.folder import read_about, read_index, verify
 from labcode.train.checkpoint.tensors import read_whole
 
@@ -333,7 +334,7 @@ class HubCheckpoint:
             raise _refused(source, "a config.json") from None
         if not isinstance(content, dict):
             raise ValueError(
-                f"{FIELD}: {source} holds a {type(content).__name__}, and a config.json is names "
+                f"{FIELD}: {source} holds {type_in_words(content)}, and a config.json is names "
                 "and values: copy it again"
             )
         try:
@@ -637,7 +638,7 @@ def _pickled(path: Path) -> tuple[dict[str, _Tensor], Mapping[str, Any] | None]:
         content = inner
     if not isinstance(content, dict):
         raise ValueError(
-            f"{FIELD}: {path} holds a {type(content).__name__} and no weights by name: save "
+            f"{FIELD}: {path} holds {type_in_words(content)} and no weights by name: save "
             "model.state_dict()"
         )
     tensors = {key: _Tensor(value) for key, value in content.items() if torch.is_tensor(value)}
