@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 
 def targets_of(prompt, answer):
-    """The token to predict at each place but the last; -100 where it is the prompt's."""
+    """The token that comes next at each place; -100 where it is the prompt's."""
     return [-100] * (len(prompt) - 1) + answer
 
 
@@ -23,7 +23,7 @@ def pack(pairs):
     for number, (prompt, answer) in enumerate(pairs):
         own = (prompt + answer)[:-1]
         tokens += own
-        targets += targets_of(prompt, answer)
+        targets += [-100] * (len(prompt) - 1) + answer
         positions += range(len(own))
         documents += [number] * len(own)
     document = torch.tensor(documents)
@@ -50,7 +50,7 @@ def with_mask(model, mask):
 
 
 def backward_of_step(model, micro_batches, group):
-    """Gradients of the mean over all tokens of the group that count; returns that mean."""
+    """Gradients of the mean over all tokens of the group; returns that mean."""
     count = torch.zeros((), dtype=torch.float64)
     for _, targets in micro_batches:
         count += (targets != -100).sum()
