@@ -125,6 +125,17 @@ WAYS: dict[str, Way] = {
             "24": (1, 2, 3, 5, 6, 7),
         },
     ),
+    "fine-tuning": Way(
+        "Fine-tuning on many GPUs: pairs, packed rows, LoRA, sharded and cut",
+        {
+            "00": (1, 2),
+            "01": (1, 2),
+            "04": (1, 4, 6),
+            "09": (1, 2),
+            "13": (1,),
+            "25": (),
+        },
+    ),
     "bits": Way(
         "16, 8 and 4 bits",
         {

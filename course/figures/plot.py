@@ -60,6 +60,7 @@ from course.figures.sharded import hybrid_sharding, tokens_that_hide, zero, zero
 from course.figures.survival import boxes, runs, save_steps
 from course.figures.tensor_flow import column_then_row, layouts, tensor_parallel_mlp
 from course.figures.timeline import timeline
+from course.figures.tuning import adapters, packed_row
 from course.figures.weights import cuts
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "StepLanes",
     "accumulation",
     "activation_checkpointing",
+    "adapters",
     "around_a_layer",
     "bars",
     "boxes",
@@ -111,6 +113,7 @@ __all__ = [
     "memory_timeline",
     "off_one_process",
     "overlap",
+    "packed_row",
     "pipeline",
     "progress",
     "rates_against_batch",
