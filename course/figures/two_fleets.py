@@ -86,7 +86,7 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], sty
 def two_cuts(
     shape: tuple[int, int],
     learner: Mapping[int, Block],
-    generator: Mapping[int, Block],
+    generator: Mapping[int, Sequence[Block]],
     *,
     alt: str,
     title: str = "",
@@ -96,35 +96,32 @@ def two_cuts(
     Args:
         shape: Rows and columns of the whole weight.
         learner: {rank: its block}, colours of the picture.
-        generator: {rank: its block}, outlines on the right.
+        generator: {rank: its blocks}, outlines on the right.
     """
-    picture = canvas(6.2, 3.7, alt=alt)
+    picture = canvas(4.6, 3.7, alt=alt)
     axes = picture.axes[0]
     rows, columns = shape
     shift = columns * 1.9
     colours = {rank: PALETTE[number] for number, rank in enumerate(learner)}
     for rank, block in learner.items():
         _block(axes, block, 0.0, colours[rank], f"rank {rank}")
-    for block in generator.values():
-        for source, held in learner.items():
-            common = _common(held, block)
-            if common is not None:
-                _block(axes, common, shift, colours[source], f"from {source}")
-    for rank, block in generator.items():
-        top, left, height, width = block
-        outline = Rectangle((shift + left, -top - height), width, height)
-        outline.set(facecolor="none", edgecolor=INK, linewidth=2.6)
-        axes.add_patch(outline)
-        below = left > 0 or width < columns
-        if below:
-            put_text(axes, shift + left + width / 2, -rows - 1.3, f"rank {rank}", 9.5)
-        else:
-            x = shift + columns + 0.5
+    for rank, blocks in generator.items():
+        for block in blocks:
+            for source, held in learner.items():
+                common = _common(held, block)
+                if common is not None:
+                    _block(axes, common, shift, colours[source], f"from {source}")
+            top, left, height, width = block
+            outline = Rectangle((shift + left, -top - height), width, height)
+            outline.set(facecolor="none", edgecolor=INK, linewidth=2.6)
+            axes.add_patch(outline)
+            x = shift + columns * 1.06
             put_text(axes, x, -top - height / 2, f"rank {rank}", 9.5, ha="left")
-    put_text(axes, columns / 2, 1.4, "who learns", 9.5)
-    put_text(axes, shift + columns / 2, 1.4, "who generates", 9.5)
-    axes.set_xlim(-0.5, shift + columns + 6)
-    axes.set_ylim(-rows - 2.4, 2.6)
+    above = rows * 0.06
+    put_text(axes, columns / 2, above, "who learns", 9.5)
+    put_text(axes, shift + columns / 2, above, "who generates", 9.5)
+    axes.set_xlim(-0.05 * columns, shift + columns * 1.6)
+    axes.set_ylim(-rows * 1.03, 2 * above)
     blank(axes)
     if title:
         axes.set_title(title, loc="left")

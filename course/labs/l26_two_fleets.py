@@ -3,7 +3,7 @@
 One process trains by rewards in `train`; four ranks, two that learn with FSDP and two that generate
 with tp, in `patient`.
 
-Held by: tests/unit/test_l26_labs.py, tests/ranks/test_l26_labs.py
+Held by: tests/ranks/test_l26_labs.py
 """
 
 import copy
