@@ -69,7 +69,8 @@ rewards = brackets.rewards(prompts, drawn.tokens[:, 6:]).view(16, 16)
 for number in range(6):
     text = brackets.text(drawn.tokens[number])
     log_p = drawn.log_probs[number].sum().item()
-    print(f"{text[:6]}  {text[6:]}  log p {log_p:6.2f}  reward {rewards[0, number]:.0f}")
+    reward = rewards[0, number].item()
+    print(f"{text[:6]}  {text[6:]}  log p {log_p:6.2f}  reward {reward:.0f}")
 print(f"right of the first group: {rewards[0].sum():.0f} of 16")
 print(f"mean reward of all 256 answers: {rewards.mean():.2f}")
 
@@ -142,7 +143,8 @@ if fraction > 10 * alike:
 elif fraction < alike / 10:
     kind = "rarer"
 compare("they are", groups_that_teach_nothing, kind, options=KINDS)
-print(f"{100 * fraction:.1f} of 100 groups; from {right.min():.0f} to {right.max():.0f} right")
+print(f"{100 * fraction:.1f} of 100 groups teach nothing")
+print(f"right answers of 16: from {right.min():.0f} to {right.max():.0f}")
 
 # %% [markdown]
 # Some prompts are hard and some are easy, and with training most become easy. DAPO therefore draws more prompts until a
@@ -204,8 +206,8 @@ plot.lines(curves, x=steps, caption="26.gain")
 # that became more likely, is still pulled back, however far it is. Clip and minimum are not the same thing: without the
 # minimum a bad token with r = 3 would have no gradient, and would stay.
 #
-# Now the sum over tokens. A batch has N answers, answer i has $|o_i|$ tokens, and none has more than T. What weight does
-# a token get? Three published answers:
+# Now the sum over tokens. A batch has N answers, answer i has $|o_i|$ tokens, and none has more than T. What weight
+# does a token get? Three published answers:
 #
 # | `average` | weight of a token of answer i | |
 # |---|---|---|
@@ -213,7 +215,8 @@ plot.lines(curves, x=steps, caption="26.gain")
 # | `"token"` | $1 / \sum_j \lvert o_j \rvert$ | DAPO: a mean over all tokens |
 # | `"constant"` | $1 / (N\, T)$ | Dr. GRPO: the same number, whatever the lengths are |
 #
-# In TRL these are `loss_type="grpo"`, `"dapo"` and `"dr_grpo"`. In verl `loss_agg_mode` chooses, and `token-mean` is DAPO's.
+# In TRL these are `loss_type="grpo"`, `"dapo"` and `"dr_grpo"`. In verl `loss_agg_mode` chooses, and `token-mean` is
+# DAPO's.
 #
 # **Predict.** A batch has two answers, of 4 tokens and of 1 token, and T = 4. What is the weight of one token of the
 # long answer in each of the three ways, in the order of the table?
@@ -274,9 +277,10 @@ check("26.2", grpo_loss)
 
 # %%
 from course.labs import l26_by_hand as by_hand
+from labcode.models.generate import generate
 
 def one_step(model, optimizer, random):
-    """Draw, reward, update; returns the mean reward and the ratios before the update."""
+    """Draw, reward, update; returns the mean reward and the ratios."""
     prompts = brackets.draw_prompts(16, 6, random).repeat_interleave(16, 0)
     drawn = generate(model, prompts, 7, generator=random, end=brackets.END)
     rewards = brackets.rewards(prompts, drawn.tokens[:, 6:])
@@ -313,9 +317,9 @@ compare("fraction clipped", fraction_clipped, max(outside), within=1)
 # None: learner and generator have the same weights, so every ratio is 1, up to rounding. Clipping begins to matter with
 # a second update from the same batch, or with a generator that is behind, which is section 4.
 #
-# Has it learnt? The figure shows the reward of your run, as means over five steps. The grey area reaches from the lowest
-# to the highest of eight runs that were recorded (`benchmarks/brackets_rewards.py`), and differ only in the seed of
-# prompts and answers.
+# Has it learnt? The figure shows the reward of your run, as means over five steps. The grey area reaches from the
+# lowest to the highest of eight runs that were recorded (`benchmarks/brackets_rewards.py`), and differ only in the seed
+# of prompts and answers.
 
 # %% tags=["figure"]
 yours_now = {"this run": lab.smoothed(live)}
@@ -326,8 +330,8 @@ plot.lines(yours_now, x=lab.middles(), bands=bands, caption="26.rewards")
 # Nobody has shown it a right answer since the supervised steps: it was only told which of its own answers are right.
 # Look at the width of the grey area before you compare two methods by one run of each.
 #
-# **Takeaway: the loss is a weighted mean of clipped ratios times advantages. The clip ends what has gone far enough, the
-# minimum lets everything else come back. With one update for each batch and the newest weights all ratios are 1.**
+# **Takeaway: the loss is a weighted mean of clipped ratios times advantages. The clip ends what has gone far enough,
+# the minimum lets everything else come back. With one update for each batch and the newest weights all ratios are 1.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 32 minutes. Wrong answers to 26.2 that pass with one answer, or with answers of one length: the
@@ -347,8 +351,8 @@ plot.lines(yours_now, x=lab.middles(), bands=bands, caption="26.rewards")
 plot.two_fleets(learners=[0, 1], generators=[2, 3], caption="26.loop")
 
 # %% [markdown]
-# After each update the weights go from the learner's cut to the generator's. The picture shows one weight of 24 rows and
-# 8 columns. A learner with tp = 3 has 8 rows on each rank, a generator with tp = 2 has 12.
+# After each update the weights go from the learner's cut to the generator's. The picture shows one weight of 24 rows
+# and 8 columns. A learner with tp = 3 has 8 rows on each rank, a generator with tp = 2 has 12.
 
 # %% tags=["figure"]
 plot.two_cuts(
@@ -359,9 +363,9 @@ plot.two_cuts(
 )
 
 # %% [markdown]
-# The part that a rank holds is a **box** of the whole weight: where it begins, and its sizes. What rank 1 has and rank 3
-# needs is the **intersection** of two boxes, which is again a box or nothing. This idea replaces all cases of "tp here,
-# FSDP there", rows or columns. It never asks how a layout came about.
+# The part that a rank holds is a **box** of the whole weight: where it begins, and its sizes. What rank 1 has and rank
+# 3 needs is the **intersection** of two boxes, which is again a box or nothing. This idea replaces all cases of "tp
+# here, FSDP there", rows or columns. It never asks how a layout came about.
 
 # %% tags=["by-hand"]
 from typing import NamedTuple
@@ -452,8 +456,8 @@ def inside(part, box, block):
 check("26.3", common, inside)
 
 # %% [markdown]
-# With dp = 2 on the learner each block is there twice. These **replicas** are the same, so it is enough that one of them
-# sends. But not always the same one: the exchange takes as long as the rank that has the most to send.
+# With dp = 2 on the learner each block is there twice. These **replicas** are the same, so it is enough that one of
+# them sends. But not always the same one: the exchange takes as long as the rank that has the most to send.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 26.4 · The plan
@@ -497,10 +501,10 @@ check("26.4", plan)
 # %% [markdown] tags=["exercise"]
 # ### Exercise 26.5 · The exchange
 #
-# Every rank calls `exchange(moves, box, part)` with the same moves, its own box, and its own part, a tensor of the sizes
-# of the box. A rank that sends reads from its part, one that receives writes into it, and a rank without moves does
-# nothing. What is sent has to be contiguous in memory, and so has what is received. About 14 lines; `inside` is yours
-# or `by_hand.inside`.
+# Every rank calls `exchange(moves, box, part)` with the same moves, its own box, and its own part, a tensor of the
+# sizes of the box. A rank that sends reads from its part, one that receives writes into it, and a rank without moves
+# does nothing. What is sent has to be contiguous in memory, and so has what is received. About 14 lines; `inside` is
+# yours or `by_hand.inside`.
 
 # %% tags=["by-hand", "exercise"]
 import torch
@@ -531,10 +535,10 @@ def exchange(moves, box, part):
 check("26.5", exchange, ranks)
 
 # %% [markdown]
-# A real part need not be one box. Our GPT has a weight of 96 rows: 32 rows of q, then 32 of k, then 32 of v. tp gives each
-# rank half of the heads, and so half of **each** of the three. FSDP knows nothing of heads, and cuts the rows in the
-# middle. From here on our learner has FSDP over ranks 0 and 1, and our generator tp = 2 on ranks 2 and 3. Both cuts give
-# each rank 48 rows. They are not the same rows, and no shape tells.
+# A real part need not be one box. Our GPT has a weight of 96 rows: 32 rows of q, then 32 of k, then 32 of v. tp gives
+# each rank half of the heads, and so half of **each** of the three. FSDP knows nothing of heads, and cuts the rows in
+# the middle. From here on our learner has FSDP over ranks 0 and 1, and our generator tp = 2 on ranks 2 and 3. Both cuts
+# give each rank 48 rows. They are not the same rows, and no shape tells.
 #
 # **Predict.** How many of its 48 rows does rank 2 get from rank 0?
 
@@ -578,9 +582,9 @@ plot.two_cuts(
 )
 
 # %% [markdown]
-# Now all weights. The generator starts with other random weights, so that nothing can be right by chance. The usual way, for comparison, is to collect each weight whole on the learner and
-# to broadcast it to all ranks of the generator, which then keep their part. vLLM's NCCL engine for weights works like
-# this.
+# Now all weights. The generator starts with other random weights, so that nothing can be right by chance. The usual
+# way, for comparison, is to collect each weight whole on the learner and to broadcast it to all ranks of the generator,
+# which then keep their part. vLLM's NCCL engine for weights works like this.
 #
 # **Predict.** The model has 26,208 numbers of 8 bytes. Nearly all of its weights are cut by tp. How many bytes does a
 # rank of the generator receive with boxes, and how many with the broadcast?
@@ -623,10 +627,11 @@ print("largest difference, boxes:", max(off for _, off in by_boxes))
 print("largest difference, broadcast:", max(off for _, off in usual))
 
 # %% [markdown]
-# Both are equal to the slices of the whole weights **bit for bit**: weights only travel, so there is no rounding, and any
-# difference is a mistake. (The tolerance of 1.1 in the comparison is for norms, positions and some biases, which tp does
-# not cut, so that each rank needs them whole.) With tp = t on the generator, boxes bring a rank 1/t of what the
-# broadcast brings it. At t = 8 and 140 GB of weights that is 17.5 GB in place of 140 GB for each rank, after each update.
+# Both are equal to the slices of the whole weights **bit for bit**: weights only travel, so there is no rounding, and
+# any difference is a mistake. (The tolerance of 1.1 in the comparison is for norms, positions and some biases, which tp
+# does not cut, so that each rank needs them whole.) With tp = t on the generator, boxes bring a rank 1/t of what the
+# broadcast brings it. At t = 8 and 140 GB of weights that is 17.5 GB in place of 140 GB for each rank, after each
+# update.
 #
 # So why do most frameworks broadcast? It is a few lines, and needs no plan that knows both layouts. NeMo-RL and vLLM
 # have both ways by now; section 7 has their names.
@@ -666,9 +671,9 @@ print("rewards of one alone: ", " ".join(f"{one:.4f}" for one in alone))
 print("all ratios are 1 to 1e-12:", together[0][1] < 1e-12)
 
 # %% [markdown]
-# The prompts have the same seed, and the rewards are the same: two fleets with different cuts train as one process does.
-# And the ratios are 1 to the last digits of float64. Remember this line. It is the first thing to look at in any such
-# job, before the first update and after it.
+# The prompts have the same seed, and the rewards are the same: two fleets with different cuts train as one process
+# does. And the ratios are 1 to the last digits of float64. Remember this line. It is the first thing to look at in any
+# such job, before the first update and after it.
 #
 # **Takeaway: a part is a box of the whole weight, and what goes from one rank to another is an intersection of boxes.
 # Weights arrive bit for bit, each number once; with tp = t the generator's ranks receive 1/t of what a broadcast of
@@ -684,9 +689,9 @@ print("all ratios are 1 to 1e-12:", together[0][1] < 1e-12)
 # %% [markdown]
 # ## 4. Versions and lag (core, 14 min)
 #
-# While the generator draws, the learner waits, and the other way round. Say that drawing takes 6 s, learning 4 s, and the
-# exchange of weights 1 s. One after the other, a step takes 11 s. But the generator could draw the next batch while the
-# learner learns from this one. Then those answers are drawn with weights that are one update old: the **lag** is 1.
+# While the generator draws, the learner waits, and the other way round. Say that drawing takes 6 s, learning 4 s, and
+# the exchange of weights 1 s. One after the other, a step takes 11 s. But the generator could draw the next batch while
+# the learner learns from this one. Then those answers are drawn with weights that are one update old: the **lag** is 1.
 #
 # **Predict.** How long does a step take, if drawing and learning happen at the same time, and the exchange after both?
 
@@ -717,7 +722,7 @@ off = {lag: lab.mean_of(lag, "off") for lag in lab.LAGS}
 compare("times", times_as_far, off[4] / off[1], within=2)
 for lag in lab.LAGS:
     outside = lab.mean_of(lag, "outside")
-    print(f"lag {lag:2}: mean |ratio - 1| {off[lag]:.3f}, outside of the clip {outside:.3f}")
+    print(f"lag {lag:2}: mean |ratio - 1| {off[lag]:.3f}, clipped {outside:.3f}")
 
 # %% tags=["figure"]
 series = {f"lag {lag}": lab.mean_rewards(lag) for lag in lab.LAGS}
@@ -726,8 +731,8 @@ plot.lines(series, x=lab.middles(), bands=bands, caption="26.lag")
 
 # %% [markdown]
 # (Twice in either direction counts as right here: how far a model moves in four updates depends on whether they point
-# the same way.) Lag 1 stays within the grey area. Lag 4 learns more slowly, and loses some reward at first. With lag 16 a
-# fifth of the tokens is clipped, and sixty steps have brought nothing.
+# the same way.) Lag 1 stays within the grey area. Lag 4 learns more slowly, and loses some reward at first. With lag 16
+# a fifth of the tokens is clipped, and sixty steps have brought nothing.
 #
 # So the lag has to be **known** and **bounded**. In labcode a version travels with the weights, and goes with every
 # batch. `check_lag` refuses what is too old. It is cheap, and it finds the most frequent mistake of all: a generator
@@ -753,7 +758,8 @@ reshard.check_lag(version=3, newest=7, max_lag=1)
 #
 # Before the first update both fleets have the same weights. Then all ratios should be 1, and in float64 they were. Large
 # jobs compute in bfloat16, with other kernels on either side. bfloat16 keeps 8 bits of a number, so each result is off
-# by up to 2⁻⁹, or 0.2 %, of its size (lesson 18). A log-probability is a difference of logits that are around 10.
+# by up to 2⁻⁸, or 0.4 %, of its size (lesson 18). A log-probability here is a difference of logits of a few units, and
+# two layers of such roundings stand before it.
 #
 # **Predict.** The learner computes in float32 and the generator in bfloat16. What is the largest difference of two
 # log-probabilities of a token, over 7,000 tokens: about "0.000001", "0.1" or "10"?
@@ -789,8 +795,8 @@ for (learner, generator), ratio in found.items():
 
 # %% [markdown]
 # In bfloat16 on both sides they agree better, but not to the last digit: the generator computes one token at a time,
-# with keys and values that it has kept, and the learner all tokens at once. The products have other shapes, and sums are
-# added in another order. On GPUs generator and learner use different attention kernels as well. A mean of
+# with keys and values that it has kept, and the learner all tokens at once. The products have other shapes, and sums
+# are added in another order. On GPUs generator and learner use different attention kernels as well. A mean of
 # |ratio - 1| of about 0.01 is then usual, and not a bug: threads about TRL and slime report such numbers
 # (TRL issue 4772; vime issue 64).
 #
@@ -804,18 +810,18 @@ for (learner, generator), ratio in found.items():
 # kernels. A large or growing one is a mistake in weights, versions or temperature.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 12 minutes. Ask: the learner computes log-probs of tokens that were drawn at temperature 0.6, and
-# forgets to divide its logits. What would the ratios look like? (Far from 1 from the first step on, and always to the
-# same side for likely tokens; TRL issue 4159.)
+# *For the instructor.* 12 minutes. Ask: the learner computes log-probs of tokens that were drawn at temperature 0.6,
+# and forgets to divide its logits. What would the ratios look like? (Far from 1 from the first step on, and always to
+# the same side for likely tokens; TRL issue 4159.)
 
 # %% [markdown]
 # ## 6. A clinic (core, 10 min)
 #
 # Three colleagues have trained four steps on two fleets as ours, each with one mistake, and have then sent the weights
 # once more. No error was raised, all shapes fit, and nobody has looked at versions. Each step has the same prompts and
-# the same random numbers. These are the numbers: the mean of |ratio - 1| and the reward of each step; and for both ranks of the generator how far some of their weights
-# are from the right slice of the learner's weights, relative to its length. "0" means bit for bit equal. The first one
-# is healthy.
+# the same random numbers. These are the numbers: the mean of |ratio - 1| and the reward of each step; and for both
+# ranks of the generator how far some of their weights are from the right slice of the learner's weights, relative to
+# its length. "0" means bit for bit equal. The first one is healthy.
 #
 # | name | what could be wrong |
 # |---|---|
@@ -852,29 +858,29 @@ diagnoses = {"A": "shard", "B": "adapters", "C": "stale"}
 check("26.6", diagnoses)
 
 # %% [markdown]
-# The first patient is the nasty one. As the figure in section 3 shows, an FSDP shard of q | k | v has as many rows as the
-# part that tp needs, so nothing complains. They are other rows.
+# The first patient is the nasty one. As the figure in section 3 shows, an FSDP shard of q | k | v has as many rows as
+# the part that tp needs, so nothing complains. They are other rows.
 #
 # In a job of your own, do what was done here: once after the first exchange, and once some updates later, compare each
-# weight of each rank of the generator with the learner's, bit for bit. A norm of each whole weight would not have found the
-# first patient's mistake: all rows are there, only on the wrong ranks.
+# weight of each rank of the generator with the learner's, bit for bit. A norm of each whole weight would not have found
+# the first patient's mistake: all rows are there, only on the wrong ranks.
 #
 # **Takeaway: ratios at step 0 find wrong weights, ratios later find old ones, and the list of weights that differ says
 # which mistake it is.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 10 minutes. "dtype" and "temperature" change no weight of the generator at all. "half" would show
-# on one rank alone. B's first ratio is 1, since B A = 0 at first; its reward is the same in all steps, to the last digit,
-# because what generates never changes. TRL's issue 2856 was of this kind; TRL merges adapters before it sends.
+# *For the instructor.* 10 minutes. "dtype" and "temperature" change no weight of the generator at all. "half" would
+# show on one rank alone. B's first ratio is 1, since B A = 0 at first; its reward is the same in all steps, to the last
+# digit, because what generates never changes. TRL's issue 2856 was of this kind; TRL merges adapters before it sends.
 
 # %% [markdown]
 # ## 7. Plain PyTorch (core, 6 min)
 #
 # PyTorch knows boxes too. A `DTensor` is a tensor with a mesh and placements such as `Shard(0)`, and
 # torch.distributed.checkpoint (DCP) stores, for each rank, a box with its offsets. Who loads with other placements gets
-# the intersections. `redistribute` changes placements within **one** mesh only, so between disjoint fleets there are two
-# ways: `full_tensor()` and a broadcast, or DCP. We let the weight of the picture in section 3 go through a folder, from
-# rows on ranks 0 and 1 to columns on ranks 2 and 3.
+# the intersections. `redistribute` changes placements within **one** mesh only, so between disjoint fleets there are
+# two ways: `full_tensor()` and a broadcast, or DCP. We let the weight of the picture in section 3 go through a folder,
+# from rows on ranks 0 and 1 to columns on ranks 2 and 3.
 #
 # **Predict.** How many of the 24 · 8 numbers of the weight will be wrong on the ranks 2 and 3, and what is the shape of
 # the part of rank 3?
@@ -916,8 +922,8 @@ compare("wrong numbers", wrong_numbers, loaded[2][0] + loaded[3][0], within=1)
 compare("shape on rank 3", shape_on_rank_3, loaded[3][1])
 
 # %% [markdown]
-# A folder is slow and safe: it needs no plan, no group of both fleets, and it outlives a fleet that dies. Here is what the
-# same things are called elsewhere:
+# A folder is slow and safe: it needs no plan, no group of both fleets, and it outlives a fleet that dies. Here is what
+# the same things are called elsewhere:
 #
 # | here | where | name there |
 # |---|---|---|
@@ -934,11 +940,11 @@ compare("shape on rank 3", shape_on_rank_3, loaded[3][1])
 #
 # ## From here to GPUs and SLURM (core, 2 min)
 #
-# On GPUs the same code sends with NCCL. Fleets are neighbours in the order of ranks, so let whole nodes be learners, and
-# others generators: `Grid.fleets` gives the first ranks to the first fleet, and SLURM fills node by node. Weights cross
-# between nodes once for each update, and for each rank of the generator that is its part of the weights divided by the
-# bandwidth of its adapter. Large stacks start fleets as separate jobs or Ray actors rather than as one `srun`; then the
-# group of both is made by address and port, and a rank of a fleet that dies does not take the other one along.
+# On GPUs the same code sends with NCCL. Fleets are neighbours in the order of ranks, so let whole nodes be learners,
+# and others generators: `Grid.fleets` gives the first ranks to the first fleet, and SLURM fills node by node. Weights
+# cross between nodes once for each update, and for each rank of the generator that is its part of the weights divided
+# by the bandwidth of its adapter. Large stacks start fleets as separate jobs or Ray actors rather than as one `srun`;
+# then the group of both is made by address and port, and a rank of a fleet that dies does not take the other one along.
 #
 # ## Questions (core, 2 min)
 #
@@ -957,8 +963,8 @@ compare("shape on rank 3", shape_on_rank_3, loaded[3][1])
 # Four: each rank of the generator needs two of the four shards, and each shard is sent by one of its two replicas.
 # </details>
 #
-# **3.** The mean of |ratio - 1| is 0.3 at the first step, before any update, and 0.3 at all later ones. Weights, versions
-# or computation?
+# **3.** The mean of |ratio - 1| is 0.3 at the first step, before any update, and 0.3 at all later ones. Weights,
+# versions or computation?
 #
 # <details><summary>Answer</summary>
 #
@@ -1010,8 +1016,8 @@ compare("shape on rank 3", shape_on_rank_3, loaded[3][1])
 #   <https://github.com/huggingface/trl/pull/7017>.
 # - TorchRL, vLLMUpdater: <https://docs.pytorch.org/rl/stable/reference/generated/torchrl.collectors.llm.vLLMUpdater.html>.
 # - Ratios that are not 1: TRL <https://github.com/huggingface/trl/issues/4772> and, with another temperature,
-#   <https://github.com/huggingface/trl/issues/4159>; <https://github.com/vllm-project/vime/issues/64>; the correction in
-#   verl: <https://github.com/verl-project/verl/pull/2953>.
+#   <https://github.com/huggingface/trl/issues/4159>; <https://github.com/vllm-project/vime/issues/64>; the correction
+#   in verl: <https://github.com/verl-project/verl/pull/2953>.
 # - Sizes of tp that differ: <https://github.com/verl-project/verl/pull/4876>.
 
 # %%
