@@ -279,6 +279,7 @@ check("26.2", grpo_loss)
 from course.labs import l26_by_hand as by_hand
 from labcode.models.generate import generate
 
+
 def one_step(model, optimizer, random):
     """Draw, reward, update; returns the mean reward and the ratios."""
     prompts = brackets.draw_prompts(16, 6, random).repeat_interleave(16, 0)
@@ -396,6 +397,7 @@ blocks_rows_to_columns = 8
 
 # %% tags=["nbval-check-output"]
 from course.labs import l26_by_hand as by_hand
+
 
 def rows_of(num_ranks, first_rank=0):
     """{rank: its box} of a weight [24, 8] whose rows are cut."""
@@ -598,6 +600,7 @@ from labcode.comm.counting import counted, totals
 from labcode.comm.grid import group_of
 from labcode.parallel import reshard
 
+
 def send_weights(way):
     """(bytes that this rank sends and receives, largest difference from the slices)."""
     number, grid = Grid.fleets(LEARNER, GENERATOR)
@@ -640,6 +643,7 @@ print("largest difference, broadcast:", max(off for _, off in usual))
 
 # %% tags=["nbval-check-output"]
 from labcode.train import grpo
+
 
 def train_on_two_fleets(steps):
     """The mean reward of each step, and the largest |ratio - 1|."""
