@@ -40,6 +40,7 @@ from course.lab import Ranks, check, compare, plot
 from course.labs import l26_two_fleets as lab
 from labcode.train import brackets
 
+torch.set_num_threads(1)  # the model is so small that a second core only disturbs
 ranks = Ranks(4)
 
 # %% [markdown]

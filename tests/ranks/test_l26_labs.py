@@ -67,10 +67,12 @@ def rewards_on_two_fleets(steps):
     moves = lab.plan_of(model, is_learner)
     optimizer = torch.optim.AdamW(model.weights.values(), lr=lab.LEARNING_RATE)
     random = torch.Generator().manual_seed(26)
+    world = dist.group.WORLD
+    assert world is not None
     rewards = []
     for step in range(steps):
         parts = reshard.parts_of(model)
-        reshard.exchange(moves, parts, step, dist.group.WORLD, torch.float64)
+        reshard.exchange(moves, parts, step, world, torch.float64)
         batch = lab.draw_and_share(model, is_learner, step, random)
         reward = lab.rewards_of(batch.tokens)
         rewards.append(reward.mean().item())
