@@ -272,9 +272,10 @@ def grpo_loss(new, old, advantage, counts, low=0.2, high=0.2, average="token"):
 check("26.2", grpo_loss)
 
 # %% [markdown]
-# Here is a whole step of training by rewards. `by_hand` has the finished exercises, and `yours` takes your loss if it was
-# right in this kernel. `lab.log_probs` gives log p of the new tokens from an ordinary forward pass. The generator is the learner itself for now, so each batch is drawn with the
-# newest weights, and there is one update for each batch.
+# Here is a whole step of training by rewards. `by_hand` has the finished exercises, and `yours` takes your loss if it
+# was right in this kernel. `lab.log_probs` gives log p of the new tokens from an ordinary forward pass. The generator
+# is the learner itself for now, so each batch is drawn with the newest weights, and there is one update for each
+# batch.
 
 # %%
 from course.labs import l26_by_hand as by_hand
