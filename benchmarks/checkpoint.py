@@ -7,7 +7,7 @@ float32. In each round both ranks, at the same time,
 
     disk    write files of the same bytes one after another and bring them to the disk; read them
     save    write a checkpoint while training waits
-    begin   copy the run, and write the checkpoint in the background; training goes on
+    begin   copy the run, and write the checkpoint in the background; training continues
     load    read the checkpoint into the run, with its checksums compared
 
 The slowest rank's time counts. The stall of a save in the background is the time of `begin` and of

@@ -83,7 +83,7 @@ class Script:
         self.losses: list[float] = []
 
     def train(self, steps: int) -> None:
-        """So many steps, over as many epochs as that takes."""
+        """Run that many steps, over as many epochs as that takes."""
         done = 0
         while done < steps:
             self.sampler.set_epoch(self.epoch)

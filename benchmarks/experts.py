@@ -32,7 +32,7 @@ Pass = Callable[[], list[torch.Tensor]]  # forward and backward: output and grad
 
 
 def layer_of(hidden: int) -> MoE:
-    """The same whole layer on every rank, with experts of two hidden sizes."""
+    """A layer with experts of two hidden sizes, the same whole layer on every rank."""
     torch.manual_seed(0)
     layer = MoE(hidden, 2 * hidden, EXPERTS, TOP_K, scoring="softmax_of_chosen")
     for param in layer.parameters():

@@ -60,8 +60,8 @@ class Run:
 
     Args:
         name: In the table.
-        recipe: Of `python -m labcode.train`.
-        changes: Of its fields.
+        recipe: Recipe of `python -m labcode.train`.
+        changes: Changes of its fields.
         goal: The least MFU that we want, if there is one.
     """
 

@@ -54,7 +54,7 @@ def sharded(
 
 
 def theirs(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    """The same cuts through DTensor, as PyTorch's tutorial on tensor parallelism makes them."""
+    """The same cuts through DTensor, made as in PyTorch's tutorial on tensor parallelism."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

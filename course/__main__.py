@@ -28,7 +28,6 @@ WORDS = ("ways", "way", "reset")  # beside the number of a lesson
 # What people ask this program for, and what has it.
 ELSEWHERE = {
     "train": "python -m labcode.train",
-    "watch": "python -m labcode.run.watch",
     "sweep": "python -m labcode.run.sweep",
     "slurm": "python -m labcode.slurm",
     "submit": "python -m labcode.slurm submit",
@@ -191,7 +190,7 @@ def way(words: list[str], folder: Path) -> list[str]:
 
     Args:
         words: Nothing, the name of a way, or "off".
-        folder: Of the student notebooks.
+        folder: Folder of the student notebooks.
 
     Raises:
         ValueError: There is no such way, or the choice cannot be kept.

@@ -178,7 +178,7 @@ class Section(NamedTuple):
     """A part of a lesson that one can begin with.
 
     Args:
-        number: Of its heading; None for what comes after the last numbered one.
+        number: Number of its heading; None for what comes after the last numbered one.
         title: Without number and time.
         is_optional: Whether no other lesson needs it.
         minutes: That a learner needs.
@@ -193,7 +193,7 @@ class Section(NamedTuple):
 
     @property
     def heading(self) -> str:
-        """As it stands in the lesson, without the marks of code."""
+        """The heading as it stands in the lesson, without the marks of code."""
         number = "" if self.number is None else f"{self.number}. "
         kind = "optional" if self.is_optional else "core"
         return f"{number}{self.title} ({kind}, {self.minutes} min)".replace("`", "")
@@ -227,7 +227,7 @@ class Need(NamedTuple):
 
     Args:
         lesson: Its number.
-        sections: Of that lesson.
+        sections: Sections of that lesson.
         of: The sections that need them; None: all.
     """
 
@@ -263,7 +263,7 @@ class Stop(NamedTuple):
     """A lesson on a way.
 
     Args:
-        number: Of the lesson.
+        number: Number of the lesson.
         sections: Those to take, as the way names them; empty: all that are not optional.
         taken: The same sections, whole.
     """
@@ -274,7 +274,7 @@ class Stop(NamedTuple):
 
     @property
     def minutes(self) -> int:
-        """Of the sections that are taken."""
+        """Minutes of the sections that are taken."""
         return sum(section.minutes for section in self.taken)
 
     def __str__(self) -> str:
@@ -304,8 +304,8 @@ class Lesson(NamedTuple):
     """A lesson that can be opened.
 
     Args:
-        number: As in the name of its notebook, "04".
-        title: Of its first heading, without the number.
+        number: Number as in the name of its notebook, "04".
+        title: Title of its first heading, without the number.
         minutes: How long a learner takes; None where the lesson does not say.
         exercises: The numbers of those that check themselves, in order.
         notebook: The student notebook.
@@ -352,7 +352,7 @@ def find(number: str, folder: Path) -> Lesson:
     """The lesson of a number: "04", or "4", or "13b".
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no run.
     """
     known = {lesson.number: lesson for lesson in lessons(folder)}
     digits = number.rstrip("b")
@@ -449,7 +449,7 @@ def solution_of(exercise: str, folder: Path) -> Solution | None:
 
     Args:
         exercise: "1.2".
-        folder: Of the student notebooks; the solutions lie beside it.
+        folder: Folder of the student notebooks; the solutions lie beside it.
 
     Returns:
         The place; None where there is none, as in a copy of the course without solutions.
@@ -471,7 +471,7 @@ def check_calls(lesson: str, folder: Path) -> dict[str, str]:
 
     Args:
         lesson: "4".
-        folder: Of notebooks, student versions or solutions.
+        folder: Folder of notebooks, student versions or solutions.
 
     Returns:
         The call of each exercise, as far as the notebooks of the folder have it.
@@ -592,7 +592,7 @@ def what_follows(exercise: str, folder: Path) -> Follows | None:
 
     Args:
         exercise: Its number, "4.2".
-        folder: Of the student notebooks.
+        folder: Folder of the student notebooks.
 
     Returns:
         The place; None if no way is chosen, the section is not on it, or has an open exercise.

@@ -87,7 +87,7 @@ class _Transformer:
         return self.num_layers * (qkv + projection + mlp + 2 * norm) + norm
 
     def _mlp_parameters(self, ffn: int, gated: bool, bias: bool) -> int:
-        """Parameters of an MLP with so many features inside."""
+        """Parameters of an MLP with that many features inside."""
         up = (self.hidden_size + bias) * ffn * (2 if gated else 1)
         down = (ffn + bias) * self.hidden_size
         return up + down
@@ -131,7 +131,7 @@ class GPTConfig(_Transformer):
     experts_per_token: int = 2
     expert_ffn_size: int | None = None  # features inside one expert; None: as ffn_size
     shared_ffn_size: int = 0  # of an MLP beside the experts, for all tokens; 0: there is none
-    # rows of a sequence that an expert takes: so many times its even share; 0: all that come
+    # rows of a sequence that an expert takes, as a multiple of its even share; 0: all that come
     expert_capacity: float = 0.0
     # how scores become weights (models.moe.Router)
     router: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax_of_chosen"
@@ -245,7 +245,8 @@ class GPTConfig(_Transformer):
     @property
     def _router_row(self) -> int:
         """Parameters of a router for one expert: its row, and its bias if there is one."""
-        return self.hidden_size + (self.router_bias_rate > 0)
+        num_biases = 1 if self.router_bias_rate > 0 else 0
+        return self.hidden_size + num_biases
 
     @property
     def _expert_parameters(self) -> int:
@@ -253,7 +254,7 @@ class GPTConfig(_Transformer):
 
     @property
     def _mixture_parameters(self) -> int:
-        """Of what stands in place of an MLP: router, experts, and the MLP beside them."""
+        """Parameters in place of those of an MLP: router, experts, and the MLP beside them."""
         shared = self._mlp_parameters(self.shared_ffn_size, self.gated, bias=False)
         return self.num_experts * (self._expert_parameters + self._router_row) + shared
 
@@ -360,7 +361,7 @@ class WeatherData:
         False  # also train on each state rotated by every longitude: more data from few times
     )
     sun: bool = False  # two more inputs: the height of the sun now and at the next time
-    crop: tuple[int, ...] | None = None  # train on parts of the map: so many latitudes x longitudes
+    crop: tuple[int, ...] | None = None  # train on parts of the map, latitudes x longitudes
 
     def __post_init__(self) -> None:
         check_fields(self, "data", {"val_fraction": FRACTION, "crop": SIZE})
@@ -402,7 +403,7 @@ class ParallelConfig:
     data_parallel: Literal["ddp", "labcode"] = "ddp"  # PyTorch's, or the hand-written one
     # what is divided over dp: 1 the optimizer's state, 2 gradients too, 3 weights too
     zero_stage: int = 0
-    zero_replicas: int = 1  # hybrid sharding: dp is so many copies, each divided over dp/copies
+    zero_replicas: int = 1  # hybrid sharding: dp is this many copies, each divided over dp/copies
     bucket_mb: float = 25.0  # gradients travel in buckets of this size, in MB
     sequence_parallel: bool = (
         False  # over tp: norms, dropout and residuals on a part of the sequence
@@ -529,7 +530,7 @@ class ParallelConfig:
         self._check_zero(model, shape)
 
     def check_model(self, model: ModelConfig, shape: GridShape) -> None:
-        """As `check`, but for what depends on dp: `shape` may be `replica`."""
+        """Like `check`, except for what depends on dp: `shape` may be `replica`."""
         self.stage_layers(model.num_layers, shape.pp)
         _check_tensor_parallel(model, shape.tp)
         if shape.cp > 1 and model.dropout and self.context_attention == "ring":
@@ -740,7 +741,7 @@ class OptimConfig:
             )
 
     def for_batch(self, global_batch: int) -> "OptimConfig":
-        """The same with the learning rates of a batch, and without a rule.
+        """A copy with the learning rates for a batch, and without a rule.
 
             linear        lr * B / B_ref            (SGD, while the batch is far below critical)
             square_root   lr * sqrt(B / B_ref)      (Adam: its update does not grow with the batch)
@@ -768,8 +769,6 @@ class OptimConfig:
 FACTOR = Range(0, 10**6, "give more than 1, or 0 for none")
 PERIOD_S = Range(0, 86_400, "give the seconds, or 0 for none")
 SHORTEST_PERIOD_S = 0.01
-# DDP makes its buckets anew after the first step, and PowerSGD remembers errors by bucket
-EXACT_STEPS = Range(2, COUNT.most, "give at least 2: DDP makes its buckets anew after step 1")
 # a schedule lists every one of them
 MOST_MICRO_BATCHES = 100_000
 
@@ -786,9 +785,6 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "tf32", "bfloat16", "float16", "float64", "fp8"] = "auto"
     # in which gradients are summed over dp; float32: as they are
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    # DDP sends each matrix of gradients as two thin ones with so many columns; 0: as it is
-    powersgd_rank: int = 0
-    powersgd_exact_steps: int = 10  # steps before that, whose gradients travel whole
     # by torch.compile: each layer, or the whole; tens of seconds at the first step
     compile: Literal["none", "block", "model"] = "none"
     cuda_graphs: bool = False  # on a GPU: forward and backward as one recorded list of kernels
@@ -798,10 +794,10 @@ class TrainConfig:
     # of a gradient that is not finite, or a spike: stop the run; skip the update; or go back to the
     # newest checkpoint and leave out all batches since
     on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
-    spike_factor: float = 0.0  # a gradient norm so many times its running median is bad; 0: none is
+    spike_factor: float = 0.0  # a gradient norm this many times its median is bad; 0: none is
     bad_in_a_row: int = 5  # more bad steps in a row end the run
     bad_in_all: int = 100  # more bad steps in the whole run end it
-    # a rank that takes so many times longer than those with the same work is named; 0: none is
+    # a rank that takes this many times longer than those with the same work is named; 0: none is
     slow_factor: float = 2.0
     # measure how large a batch is worth its samples: metric noise_scale, from the gradients of
     # single micro-batches, of which a step must have two at least
@@ -821,8 +817,6 @@ class TrainConfig:
             "global_batch": SIZE,
             "micro_batch": SIZE,
             "seed": SEED,
-            "powersgd_rank": COUNT_OR_ZERO,
-            "powersgd_exact_steps": EXACT_STEPS,
             "eval_every": COUNT_OR_ZERO,
             "eval_batches": COUNT,
             "log_every": COUNT,
@@ -888,7 +882,7 @@ class CheckpointConfig:
     every: int = 0  # optimizer steps between checkpoints; 0: only at the end, and at a signal
     keep: int = 2  # how many of the newest are kept
     resume: bool = False  # resume from the newest checkpoint in train.out; start if there is none
-    in_background: bool = False  # training goes on while the files are written, from a copy
+    in_background: bool = False  # training continues while the files are written, from a copy
 
     def __post_init__(self) -> None:
         steps = Range(0, COUNT.most, "give the steps between checkpoints, or 0 for none")
@@ -999,7 +993,7 @@ class DebugConfig:
     # a step whose loss or gradient is not finite runs once more, and the first tensor that is not
     # finite is named; each step costs one all-reduce of one number
     probe: bool = False
-    # so many first steps are written to OUT/record, for `python -m labcode.debug.bisect`
+    # this many first steps are written to OUT/record, for `python -m labcode.debug.bisect`
     record_steps: int = 0
     # a YAML of debug features, as for Transformer Engine: statistics of tensors, fake quantization
     config: str | None = None  # it needs labcode[debug]
@@ -1055,6 +1049,9 @@ class LoraConfig:
 
     Checkpoints hold them alone: the frozen model is made again from `train.start_from`, or from
     `train.seed`.
+
+    Where products are computed in 16 bits, the frozen weights of these layers are kept in 16 bits
+    too: each product would round them anyway, so that no number changes.
 
     Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1.
     """

@@ -38,7 +38,7 @@ def gpt_shape(name: str, **changes: Any) -> GPTConfig:
     """The model of one row of `GPT_SHAPES`.
 
     Args:
-        name: Of the row.
+        name: Name of a row of the table.
         changes: Fields of the model; without `vocab_size` it has GPT-2's vocabulary of 50257.
 
     Raises:
@@ -72,7 +72,7 @@ def gpt_tiny() -> Config:
 
 
 def gpt_moe_tiny() -> Config:
-    """As gpt_tiny, with 8 experts in each layer, of which a character uses 2."""
+    """Like gpt_tiny, with 8 experts in each layer, of which a character uses 2."""
     tiny = gpt_tiny()
     model = GPTConfig(
         num_layers=2,
@@ -210,7 +210,7 @@ def unknown_field(path: str, known: Mapping[str, object], dashes: str = "") -> s
     """The one-line message for a field that does not exist.
 
     Args:
-        path: As it was written, without dashes: "train.step".
+        path: The field as it was typed, without dashes: "train.step".
         known: The fields of the recipe, as from `field_paths`.
         dashes: "--" on the command line.
     """

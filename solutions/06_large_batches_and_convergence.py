@@ -64,7 +64,7 @@ ranks = Ranks(4)
 # %% tags=["predict"]
 multiple_of_t0_over_t1 = 1  # B / (t0 + t1 B) = 1 / (2 t1) gives B = t0 / t1
 
-# %% tags=["by-hand"]
+# %%
 import time
 
 from labcode.models import gpt

@@ -2004,7 +2004,7 @@ pair.close()
 # - A hang over NCCL ends after ten minutes, unless `timeout` in `init_process_group` says otherwise. Then the flight
 #   recorder of a recent PyTorch has the last calls of each rank.
 # - `python -m labcode.doctor` looks at an installation: versions, devices, ports, names of hosts, shared memory.
-#   `python -m labcode.doctor hang runs/my_run` asks the ranks of a training run that stands still where they are.
+#   A run of `labcode.train` in which nothing moves for a minute says who waits for whom.
 # - On a cluster a slow rank is usually a node: a hot GPU, another job, a bad link. Lesson 14 runs on nodes, and lesson
 #   17 is about what fails there.
 #

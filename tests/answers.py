@@ -107,7 +107,7 @@ def solution_of(lesson: str, name: str) -> str:
 
     Args:
         lesson: "05", or "13b".
-        name: Of a function, a class or a value.
+        name: Name of a function, a class or a value.
     """
     _, cell = cell_that_defines(lesson, name)
     return cell

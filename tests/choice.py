@@ -31,7 +31,7 @@ class Candidate:
     """A test that a run may choose.
 
     Args:
-        name: As pytest has it, with its parameters.
+        name: Name as pytest has it, with its parameters.
         subject: What it proves together with others.
         seconds: How long it takes.
         touched: NOT, THROUGH what it uses, or ITSELF.
@@ -114,7 +114,7 @@ def in_turn(candidates: Sequence[Candidate], turn: int) -> tuple[list[Candidate]
 
 
 def _touched(touched: Sequence[Candidate], names: set[str], budget_s: float) -> set[str]:
-    """Of the tests that a change touches one of each subject, and more while there is time.
+    """One test of each subject that a change touches, and more while there is time.
 
     Args:
         touched: In the order of their turns.

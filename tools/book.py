@@ -52,8 +52,8 @@ class Course(NamedTuple):
     Args:
         root: The folder of the course.
         lessons: In order.
-        terms: Of the glossary.
-        modules: Of the library.
+        terms: Terms of the glossary.
+        modules: Modules of the library.
     """
 
     root: Path
@@ -76,7 +76,7 @@ def code_links(full_names: set[str], *, bare: bool = False) -> Callable[[str], s
     """Makes a reference of `code` that names a module or an object of the library.
 
     Args:
-        full_names: Of all of them.
+        full_names: Full names of all of them.
         bare: Also of a name without a dot, if only one object has it.
     """
     by_end: dict[str, list[str]] = {}

@@ -46,7 +46,7 @@ class Entry(NamedTuple):
 
     Args:
         kind: Its place in `KINDS`.
-        title: Of its page and its own.
+        title: Title of its page and its own.
         href: Where it begins.
         text: Its prose.
         terms: What it explains: the forms of a term of the glossary, and what a lesson emphasises,
@@ -68,10 +68,10 @@ def entries(
     """All sections that can be found.
 
     Args:
-        root: Of the course.
+        root: Root folder of the course.
         lessons: In order.
         guide: {name of a page: its Markdown}.
-        terms: Of the glossary.
+        terms: Terms of the glossary.
         known: The modules of the library.
     """
     found = []

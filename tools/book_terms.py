@@ -31,7 +31,7 @@ class Term(NamedTuple):
     """An entry of the glossary.
 
     Args:
-        name: As the glossary lists it.
+        name: Name as the glossary lists it.
         forms: How lessons write it, the name among them.
         elsewhere: Longer words with a form in them that mean something else.
         text: What it means, Markdown.

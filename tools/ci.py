@@ -38,7 +38,7 @@ class Step:
         name: What it is called in the table of times.
         command: What is run.
         reports: What pytest writes, if it is pytest or a `make` that calls it.
-        threads: Of a process, where not all that it may have.
+        threads: Number of threads of a process, where it is not to have all.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Failure:
     """A test that failed, or a step that is no pytest.
 
     Args:
-        name: Of the test, as pytest takes it, or of the step.
+        name: Name of the test, as pytest takes it, or of the step.
         is_real: It may be tried again.
         error: The line that says what was wrong.
     """
@@ -152,8 +152,8 @@ def tried_again(
     """Give real tests their second try, while there is time.
 
     Args:
-        failures: Of the first run.
-        run_alone: Runs a test by itself, for so many seconds at most; says whether it passed.
+        failures: Failures of the first run.
+        run_alone: Runs a test by itself, for a limited number of seconds; says whether it passed.
         within_s: The time that all of them have.
 
     Returns:

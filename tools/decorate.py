@@ -52,7 +52,7 @@ class Headline(NamedTuple):
 
     @property
     def number(self) -> str:
-        """As in its name: "04", or "13b"."""
+        """Number as in its name: "04", or "13b"."""
         return catalog.number_of(self.stem)
 
     @property
@@ -73,7 +73,7 @@ def navigation(stem: str, course: Sequence[Headline], *, is_solution: bool) -> s
     """One line: that it is a solution, and links to other lessons, map, glossary and solution.
 
     Args:
-        stem: Of the lesson that gets the line.
+        stem: Stem of the lesson that gets the line.
         course: All lessons, in order.
         is_solution: Whether the line is for the solved notebook.
     """

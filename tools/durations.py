@@ -57,7 +57,7 @@ def updated(costs: Costs, tests: list[Test], exist: set[str]) -> Costs:
     """The costs with what was measured anew.
 
     Args:
-        costs: As they were.
+        costs: Costs before the update.
         tests: What the reports say.
         exist: The names of all tests; others are left out.
     """

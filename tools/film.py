@@ -133,10 +133,10 @@ class Film:
         self.page.evaluate(WRITE, [at, source])
 
     def save(self, path: Path, shown: str) -> None:
-        """As a GIF that begins again for ever.
+        """Save a GIF that begins again forever.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
             shown: The hash of what it shows, which it carries as its comment.
         """
         self.frames[0].save(

@@ -59,7 +59,7 @@ class Key(NamedTuple):
         lesson: Its number.
         function: The function of `plot` that draws it.
         needs: Names that the cell of the figure uses, beside `plot`.
-        which: Of the cells that call the function, counted from 0.
+        which: Which of the cells that call the function, counted from 0.
     """
 
     lesson: str

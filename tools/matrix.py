@@ -118,7 +118,7 @@ def report_of(python: str, torch: str, folder: Path = REPORTS) -> Path:
     Args:
         python: Such as "3.12".
         torch: Such as "2.13.0".
-        folder: Of the reports.
+        folder: Folder of the reports.
 
     Returns:
         Its path.

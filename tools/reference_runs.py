@@ -1,7 +1,8 @@
 """`python -m tools.reference_runs [RECIPE ...]`: train the reference runs anew, and keep them.
 
-Minutes each on two cores. What is kept of a run is small: rows of what is the same on every
-machine, the same as a TensorBoard log, and with which torch it was made.
+TensorBoard shows them under the runs of one's own. Minutes each on two cores. What is kept is
+small: rows of what is the same on every machine, the same as a TensorBoard log, and with which
+torch it was made.
 
     python -m tools.reference_runs gpt_tiny --run runs/gpt_tiny-003    # keep a run that is there
 """
@@ -19,8 +20,11 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from labcode.measure import metrics
-from labcode.run import reference_runs
 
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "labcode" / "assets" / "reference_runs"
+# What is the same on every machine; speeds are not.
+KEPT = ("step", "loss", "val_loss", "grad_norm", "lr")
 RECIPES = ("gpt_tiny", "vit_tiny")
 BOARD = "events.out.tfevents.reference"
 
@@ -35,12 +39,12 @@ def keep(run: Path, name: str) -> Path:
     rows = metrics.read(run)
     if about["name"] != name or rows[-1]["step"] != about["train"]["steps"]:
         raise ValueError(f"{run} is no finished run of {name}: train it with no other option")
-    target = reference_runs.FOLDER / name
+    target = FOLDER / name
     shutil.rmtree(target, ignore_errors=True)
     (target / "tensorboard").mkdir(parents=True)
     kept = []
     for row in rows:
-        kept.append({key: row[key] for key in reference_runs.KEPT if key in row})
+        kept.append({key: row[key] for key in KEPT if key in row})
     lines = [json.dumps(row) for row in kept]
     (target / metrics.FILE_NAME).write_text("\n".join(lines) + "\n")
     _write_board(target / "tensorboard", kept)

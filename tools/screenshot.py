@@ -109,7 +109,7 @@ def shoot(
         picture: Where to write the PNG.
         scale: Dots of the screen for each pixel of the page.
         dark: In the dark theme.
-        width: Of the window, in pixels of the page.
+        width: Width of the window, in pixels of the page.
     """
     from playwright.sync_api import sync_playwright
 

@@ -113,7 +113,7 @@ def is_number(value: Any) -> bool:
 
 
 def not_things(count: int) -> Sign:
-    """The sign that it is no tuple or list of so many things."""
+    """The sign that it is no tuple or list of that many things."""
 
     def sign(see: Seen) -> bool:
         return not isinstance(see.found, tuple | list) or len(see.found) != count
@@ -156,7 +156,7 @@ class Contract:
     """What an answer promises: in every case it does what the solution does.
 
     Args:
-        solution: Of the exercise, a function.
+        solution: Solution of the exercise, a function.
         cases: {what a hint begins with: arguments, or a `Case`}.
         mistakes: Those with a sign are looked for first and in every case, the others where the
             result is not that of the solution.
@@ -166,7 +166,7 @@ class Contract:
         look: Adds fields to what is seen of a result that has the right form.
         refuses: Why the solution raises an error in some cases; "": it is to raise none.
         ready: Finished solutions, which the answer may not call.
-        loops: Whether it might go on for ever.
+        loops: Whether it might never end.
         tolerance: Relative distance that is rounding.
     """
 
@@ -191,12 +191,12 @@ class Contract:
         """Judge an answer.
 
         Raises:
-            Hint: Of the first case in which it does not do what the solution does.
+            Hint: Hint of the first case in which the answer does not do what the solution does.
         """
         self.judge(answer)
 
     def judge(self, answer: Callable[..., Any]) -> list[Seen]:
-        """As a call; gives what was seen in each case."""
+        """Judge the answer as a call does, and return what was seen in each case."""
         names = list(signature(self._own).parameters)
         seen = []
         for name, case in self.cases.items():
@@ -206,14 +206,14 @@ class Contract:
             if isinstance(see.truth, Exception):
                 if not self.refuses:
                     raise see.truth
-                self._is_refused(answer, args, see)
+                self._check_refused(answer, args, see)
                 continue
             see.found = self._ask(answer, args)
             see.is_first = len(seen) == 1
             if see.is_first:  # later None may be an answer, and no forgotten return
                 due(see.found)
             of_case = case if isinstance(case, Case) else Mistake(self.otherwise)
-            self._is_result(args, see, of_case)
+            self._check_result(args, see, of_case)
         return seen
 
     @functools.cached_property
@@ -229,7 +229,7 @@ class Contract:
         with without(*self.ready) if self.ready else nullcontext():
             return bounded(LOOP, answer, *args) if self.loops else answer(*args)
 
-    def _is_refused(self, answer: Callable[..., Any], args: Sequence[Any], see: Seen) -> None:
+    def _check_refused(self, answer: Callable[..., Any], args: Sequence[Any], see: Seen) -> None:
         """What the solution refuses, the answer refuses with the same error and a text."""
         error = type(see.truth).__name__
         try:
@@ -250,7 +250,7 @@ class Contract:
             f"{error}"
         )
 
-    def _is_result(self, args: Sequence[Any], see: Seen, of_case: Mistake) -> None:
+    def _check_result(self, args: Sequence[Any], see: Seen, of_case: Mistake) -> None:
         """What the answer gives is what the solution gives."""
         tell(self.shape, see)
         due(see.found)

@@ -179,7 +179,7 @@ def settle(outcome: Outcome, case: str = "") -> Outcome:
     """What went wrong on a rank as one line, if anything did.
 
     Args:
-        outcome: Of a simulation.
+        outcome: Outcome of a simulation.
         case: What the line begins with.
 
     Returns:
@@ -234,7 +234,7 @@ def run(
         args: What else it is given.
         size: Number of ranks.
         case: What a hint begins with.
-        options: Of `simulate`.
+        options: Options of `simulate`.
     """
     return settle(simulate(size, work, *args, **options), case)
 
@@ -254,7 +254,7 @@ def in_groups(
         judge: Given the results of a group in its order, the outcome, and the group's members.
         groups: Ranks of the world; all ranks come first, so that a fault that only a part of them
             shows is known to be one.
-        options: Of `simulate`.
+        options: Options of `simulate`.
 
     Returns:
         The outcome of the last group.
@@ -302,7 +302,7 @@ def confirm_in_group(
     *args: Any,
     groups: Sequence[Sequence[int]] = GROUPS,
 ) -> str:
-    """As `confirm`, after `in_groups`: the last group once more, on real ranks."""
+    """Like `confirm`, after `in_groups`: the last group once more, on real ranks."""
     return confirm(ranks, outcome, _on_members, groups[-1], work, args)
 
 
@@ -317,8 +317,8 @@ def confirm(
 
     Args:
         ranks: The pool; without one nothing is run.
-        outcome: Of the same call on simulated ranks.
-        work: As it was simulated.
+        outcome: Outcome of the same call on simulated ranks.
+        work: The work as it was simulated.
         args: Its arguments after the rank.
         tolerance: Relative distance that is rounding: sums are added in another order.
 
@@ -387,7 +387,7 @@ def several(calls: Sequence[Event], count: int) -> dict[str, bool]:
     """A row of a table: more than one collective for what one could carry.
 
     Args:
-        calls: Of one rank.
+        calls: Calls of one rank.
         count: How many tensors it was given.
     """
     sends_objects = any(one.dtype == "uint8" for one in calls)

@@ -28,8 +28,8 @@ import course
 import labcode
 from course.answer import Hint
 
-# Of one call: far above what any exercise needs, and done within seconds. Lines count, and on
-# Python 3.11 the instructions of a line as well: there `while True: pass` is one line for ever.
+# Limit of one call: far above what any exercise needs, and reached within seconds. Lines count, and
+# on Python 3.11 the instructions of a line as well: `while True: pass` stays on one line forever.
 MAX_STEPS = 5_000_000
 LOOP = "does each loop end?"  # for `bounded`, where there is no better question
 

@@ -45,8 +45,8 @@ def my_share(share: Callable[[list[Any], int, int], Any]) -> None:
         if len(right_with) == 1 and world_size not in right_with:
             (only,) = right_with
             why = f". With {only} ranks it was right: what in your function holds for {only} alone?"
-        _are_dealt(case, items, shares, why)
-        _are_even(case, items, shares, share)
+        _check_dealt(case, items, shares, why)
+        _check_even(case, items, shares, share)
         right_with.add(world_size)
 
 
@@ -79,13 +79,13 @@ def _share_of(share: Callable[..., Any], items: list[Any], rank: int, world_size
         ) from None
 
 
-def _are_dealt(case: str, items: list[Any], shares: list[list[Any]], why: str) -> None:
+def _check_dealt(case: str, items: list[Any], shares: list[list[Any]], why: str) -> None:
     """Each item is dealt out once.
 
     Args:
         case: What was dealt out to how many.
         items: What was to be dealt out.
-        shares: Of each rank.
+        shares: The share of each rank.
         why: What to ask if an item is missing.
     """
     dealt = []
@@ -108,7 +108,7 @@ def _are_dealt(case: str, items: list[Any], shares: list[list[Any]], why: str) -
             )
 
 
-def _are_even(
+def _check_even(
     case: str, items: list[Any], shares: list[list[Any]], share: Callable[..., Any]
 ) -> None:
     """No rank has more than one item more than another."""
@@ -164,11 +164,11 @@ def distributed_mean(mean: Callable[[torch.Tensor], Any], ranks: Ranks | None = 
     for number in range(len(VALUES)):
         outcome = simulate(len(VALUES[number]), _mean_on, mean, number)
         settle(outcome)
-        _is_mean(outcome, number)
+        _check_mean(outcome, number)
     return confirm(ranks, outcome, _mean_on, mean, number)
 
 
-def _is_mean(outcome: Outcome, number: int) -> None:
+def _check_mean(outcome: Outcome, number: int) -> None:
     """All ranks have returned the mean of all values."""
     if None in outcome.results:
         raise Hint(RETURNED_NONE)

@@ -40,16 +40,16 @@ def _by_messages(calls: Sequence[Event], use: str) -> dict[str, Any]:
     }
 
 
-def _goes_round(
+def _check_ring(
     case: str, sends: Sequence[Event], members: Sequence[int], number: int, enough: int
 ) -> None:
     """What a rank sends goes to its right neighbour, and is no more than needed.
 
     Args:
         case: What a hint begins with.
-        sends: Of this rank.
-        members: Of the group.
-        number: Of this rank in the group.
+        sends: Messages that this rank sends.
+        members: Ranks of the group.
+        number: Number of this rank in the group.
         enough: Bytes that are needed.
     """
     sent = sum(one.num_bytes for one in sends)
@@ -87,12 +87,12 @@ def pass_on(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `pass_on(x, rank, p)`, on several numbers of ranks."""
     for p in PASSED_ON_BY:
         outcome = run(_pass_on, answer, size=p, case=f"on {p} ranks, ")
-        _is_passed_on(outcome, p)
+        _check_passed_on(outcome, p)
     outcome = run(_pass_on, answer)
     return confirm(ranks, outcome, _pass_on, answer)
 
 
-def _is_passed_on(outcome: Outcome, p: int) -> None:
+def _check_passed_on(outcome: Outcome, p: int) -> None:
     first = [0.0, 1.0, 2.0]
     for rank, (held, returned) in enumerate(outcome.results):
         case = f"on {p} ranks, rank {rank}: "
@@ -164,11 +164,11 @@ def reduce_scatter_half(half: Callable[..., Any], ranks: Ranks | None = None) ->
     """The learner's `reduce_scatter_half(chunks, group)`, on all ranks and on three of them."""
     ours = own_answers(ring.reduce_scatter_phase, ring.all_reduce, ring.star_all_reduce)
     for length in (1, 5):
-        outcome = in_groups(_halve, half, length, judge=_is_half, ours=ours)
+        outcome = in_groups(_halve, half, length, judge=_check_half, ours=ours)
     return confirm_in_group(ranks, outcome, _halve, half, length)
 
 
-def _is_half(
+def _check_half(
     results: list[tuple[list[Tensor], list[Tensor]]], outcome: Outcome, members: Sequence[int]
 ) -> None:
     p = len(members)
@@ -206,7 +206,7 @@ def _is_half(
         otherwise = f"chunks[{own}] should be finished, but it holds {whose}"
         diagnose(case, tensors[own], right, mistakes, otherwise)
         enough = (p - 1) * tensors[own].nbytes
-        _goes_round(case, outcome.of(rank, "send"), members, number, enough)
+        _check_ring(case, outcome.of(rank, "send"), members, number, enough)
 
 
 # ---- 1.2
@@ -233,11 +233,11 @@ def ring_all_reduce(answer: Callable[..., Any], ranks: Ranks | None = None) -> s
     """The learner's `ring_all_reduce(x, group)`, on all ranks and on three of them."""
     ours = own_answers(ring.all_reduce, ring.star_all_reduce, ring.all_gather_phase)
     for shape in ((12,), (2, 6)):
-        outcome = in_groups(_all_reduce, answer, shape, judge=_is_reduced, ours=ours)
+        outcome = in_groups(_all_reduce, answer, shape, judge=_check_reduced, ours=ours)
     return confirm_in_group(ranks, outcome, _all_reduce, answer, shape)
 
 
-def _is_reduced(results: list[Reduced], outcome: Outcome, members: Sequence[int]) -> None:
+def _check_reduced(results: list[Reduced], outcome: Outcome, members: Sequence[int]) -> None:
     p = len(members)
     right = torch.stack([before for before, _, _ in results]).sum(0)
     for number, rank in enumerate(members):
@@ -256,7 +256,7 @@ def _is_reduced(results: list[Reduced], outcome: Outcome, members: Sequence[int]
             "x holds the mean over the group, not the sum": right / p,
         }
         diagnose(case, x, right, mistakes, _what_chunks_hold(x, right, p, len(sends)))
-        _goes_round(case, sends, members, number, enough=2 * (p - 1) * x.nbytes // p)
+        _check_ring(case, sends, members, number, enough=2 * (p - 1) * x.nbytes // p)
 
 
 def _what_chunks_hold(x: Tensor, right: Tensor, p: int, num_sent: int) -> str:
@@ -319,14 +319,14 @@ def tree_broadcast(broadcast: Callable[..., Any], ranks: Ranks | None = None) ->
         for root in sorted({0, 1, 2, p - 1}):
             case = f"in a group of {p} with root {root}, "
             outcome = run(_spread_in_world, broadcast, root, size=p, case=case)
-            _is_spread(outcome.results, outcome, range(p), root, case)
+            _check_spread(outcome.results, outcome, range(p), root, case)
     for root in (0, 1, 2):
-        judge = partial(_is_spread, root=root, case=f"with root {root}, ")
+        judge = partial(_check_spread, root=root, case=f"with root {root}, ")
         outcome = in_groups(_spread, broadcast, root, judge=judge)
     return confirm_in_group(ranks, outcome, _spread, broadcast, root)
 
 
-def _is_spread(
+def _check_spread(
     results: Sequence[Spread], outcome: Outcome, members: Sequence[int], root: int, case: str
 ) -> None:
     of_zero = "everybody holds the tensor of number 0 afterwards: what does `root` change?"
@@ -390,11 +390,11 @@ def mended(mean_loss: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `mean_loss(loss, group)`: the mean on the group's number 0, None elsewhere."""
     # others each time, in eighths, so that the sum is exact and nobody can know it beforehand
     losses = [random.randrange(8, 400) / 8 for _ in range(max(map(len, GROUPS)))]
-    outcome = in_groups(_mean, mean_loss, losses, judge=partial(_is_mean, losses=losses))
+    outcome = in_groups(_mean, mean_loss, losses, judge=partial(_check_mean, losses=losses))
     return confirm_in_group(ranks, outcome, _mean, mean_loss, losses)
 
 
-def _is_mean(
+def _check_mean(
     means: list[Any], outcome: Outcome, members: Sequence[int], losses: Sequence[float]
 ) -> None:
     for rank in members:

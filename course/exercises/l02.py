@@ -30,7 +30,7 @@ from labcode.models import vit
 
 
 class _Clock:
-    """A clock that goes on when it is told to."""
+    """A clock that advances when it is told to."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -171,7 +171,7 @@ def _check_part_is_context(timer: Timer) -> None:
             raise
         part = None
     if part is None or getattr(part, "gen", part) is None:
-        _dots_are_not_done(own)
+        _refuse_dots(own)
         raise Hint(
             "`part` has no `yield`: what stands before it happens when the `with` block begins, "
             "what stands after it when the block ends"
@@ -190,7 +190,7 @@ def _kind(value: Any) -> str:
     return f"{article} {name}"
 
 
-def _dots_are_not_done(function: Callable[..., Any]) -> None:
+def _refuse_dots(function: Callable[..., Any]) -> None:
     """A function with `...` for a line is not done yet.
 
     Raises:
@@ -367,7 +367,7 @@ class _Source:
             raise self.error
 
     def reaches(self, number: int, within_s: float) -> bool:
-        """Whether so many items are read within some seconds."""
+        """Whether that many items are read within some seconds."""
         with self.moved:
             return self.moved.wait_for(lambda: self.num_read >= number, within_s)
 
@@ -399,7 +399,7 @@ def _loop(prefetcher_class: Callable[..., Any], source: _Source, ahead: int) -> 
         if "non-iterator" not in str(error):
             raise
         given = str(error).rpartition("type ")[2]
-    _dots_are_not_done(type(loader).__iter__)
+    _refuse_dots(type(loader).__iter__)
     raise Hint(
         f"`__iter__` returned something of type {given}, and `for` needs one batch after the "
         "other: it has no `yield`, which gives the loop a batch and goes on afterwards"
@@ -801,7 +801,12 @@ def moments(events: Sequence[Span], step: float) -> dict[str, float]:
     for start, stop in itertools.pairwise(cuts):
         middle = (start + stop) / 2
         running = {name for name, begin, end in events if begin < middle < end}
-        reason = "busy" if running - {"data"} else "data" if running else "idle"
+        if running - {"data"}:
+            reason = "busy"
+        elif running:
+            reason = "data"
+        else:
+            reason = "idle"
         spent[reason] += stop - start
     return spent
 

@@ -42,11 +42,11 @@ def roofline(
 ) -> None:
     """The learner's `linear_layer`, `shortest_s` and `tokens_at_the_ridge`."""
     for case in LAYERS:
-        _is_linear_layer(layer, *case)
+        _check_linear_layer(layer, *case)
     for flops, num_bytes in ((8e9, 1e9), (1e9, 8e9)):
-        _is_shortest(shortest, flops, num_bytes)
+        _check_shortest(shortest, flops, num_bytes)
     for *device, truth in WIDE:
-        _is_at_the_ridge(ridge, tuple(device), truth)
+        _check_at_the_ridge(ridge, tuple(device), truth)
     hint = (
         "10,000 tokens are far enough for a search; what does it return if none of them was enough?"
     )
@@ -58,7 +58,7 @@ def roofline(
     refuse({hint: found is not None})
 
 
-def _is_linear_layer(
+def _check_linear_layer(
     answer: Callable[..., Any], tokens: int, inputs: int, outputs: int, width: int
 ) -> None:
     found = due(answer(tokens, inputs, outputs, width))
@@ -88,7 +88,7 @@ def _is_linear_layer(
     diagnose(case, float(num_bytes), float(numbers * width), mistakes, otherwise)
 
 
-def _is_shortest(answer: Callable[..., Any], flops: float, num_bytes: float) -> None:
+def _check_shortest(answer: Callable[..., Any], flops: float, num_bytes: float) -> None:
     rate, bandwidth = 2e9, 1e9
     found = float(due(answer(flops, num_bytes, rate, bandwidth)))
     compute_s, memory_s = flops / rate, num_bytes / bandwidth
@@ -102,7 +102,7 @@ def _is_shortest(answer: Callable[..., Any], flops: float, num_bytes: float) -> 
     diagnose(case, found, truth, mistakes, f"it is {found:g} s, expected is {truth:g} s")
 
 
-def _is_at_the_ridge(answer: Callable[..., Any], device: tuple[Any, ...], truth: int) -> None:
+def _check_at_the_ridge(answer: Callable[..., Any], device: tuple[Any, ...], truth: int) -> None:
     found = bounded("does the search come to an end?", answer, *device)
     case = f"tokens_at_the_ridge{device}: "
     refuse({"it is None, and with enough tokens arithmetic takes longer": found is None}, case)
@@ -128,7 +128,7 @@ PEAK_FLOPS_PER_S = 312e12
 def transformer_flops(forward: Callable[..., Any], mfu: Callable[..., Any]) -> None:
     """The learner's `flops_of_forward` and `mfu_of_run`; the truth is counted in a GPT."""
     for shape in MODELS:
-        _are_forward_flops(forward, shape)
+        _check_forward_flops(forward, shape)
     with_weights, in_attention = _count_forward(*MODELS[1])
     found = float(due(mfu(with_weights, in_attention, 50.0, PEAK_FLOPS_PER_S)))
     of_both = (with_weights + in_attention) * 50.0 / PEAK_FLOPS_PER_S
@@ -169,7 +169,7 @@ def _count_forward(num_layers: int, width: int, tokens: int) -> tuple[int, int]:
     return with_weights, counter.get_total_flops() - with_weights
 
 
-def _are_forward_flops(answer: Callable[..., Any], shape: tuple[int, int, int]) -> None:
+def _check_forward_flops(answer: Callable[..., Any], shape: tuple[int, int, int]) -> None:
     found = due(answer(*shape))
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise Hint(
@@ -300,8 +300,8 @@ def blockwise(
         k: [keys, width].
         v: [keys, value width].
         block: Keys at a time.
-        mistake: Of those that people make with the sums; "" is right.
-        scale: Of the scores; None: 1/sqrt(width).
+        mistake: One of the mistakes that people make with the sums; "" is right.
+        scale: Scale of the scores; None: 1/sqrt(width).
         num_keys: Those that are seen; None: all.
 
     Source: Dao et al. 2022 (arXiv:2205.14135), algorithm 1.
@@ -367,7 +367,7 @@ class _Memory(TorchDispatchMode):
 def attention(answer: Callable[..., Any]) -> None:
     """The learner's `attention_in_blocks(q, k, v, block)`."""
     for head in HEADS:
-        _is_attention(answer, head)
+        _check_attention(answer, head)
     q, k, v = _operands(LONG)
     with _Memory() as memory:
         answer(q, k, v, LONG.block)
@@ -386,7 +386,7 @@ def attention(answer: Callable[..., Any]) -> None:
     refuse({own: is_torchs, whole: memory.most > table // 2, row: LONG.keys in memory.sizes})
 
 
-def _is_attention(answer: Callable[..., Any], head: Head) -> None:
+def _check_attention(answer: Callable[..., Any], head: Head) -> None:
     case = str(head)
     q, k, v = _operands(head)
     before = [operand.clone() for operand in (q, k, v)]
@@ -478,17 +478,17 @@ def plain_adamw(
     """The weights, means and squares after some steps, each in one row.
 
     Args:
-        num_steps: Since the beginning.
+        num_steps: Steps since the beginning.
         l2: Decay that goes into the gradient.
         shrink: Factor of the weights before the update.
-        shrink_after: And after it.
+        shrink_after: Factor of the weights after the update.
         of_1: Beta of the correction of the means; 0 corrects nothing.
-        of_2: Of the squares.
+        of_2: Beta of the correction of the squares; 0 corrects nothing.
         eps: Added to the corrected root.
         eps_under: Added to the corrected squares.
         eps_before: Added to the root that is not corrected.
-        power: Of the correction outside of the root.
-        sign: Of the update.
+        power: Exponent of the correction, which stands outside of the root.
+        sign: Sign of the update.
 
     Source: Loshchilov and Hutter 2017 (arXiv:1711.05101), algorithm 2.
     Held by: tests/unit/test_l03_labs.py
@@ -528,7 +528,7 @@ def adamw(answer: Callable[..., Any]) -> None:
     with without(adam_of_torch, adamw_of_torch):
         for step in (1, 2, 3):
             _one_step(answer, state, step)
-            _is_adamw(state, step)
+            _check_adamw(state, step)
     few, many = (_count(answer, repeats) for repeats in (1, 5))
     hint = (
         f"{len(SHAPES)} tensors take {few} operations, and {5 * len(SHAPES)} take {many}: each "
@@ -550,7 +550,7 @@ def _count(answer: Callable[..., Any], repeats: int) -> int:
     return sum(counted.values())
 
 
-def _is_adamw(state: dict[str, list[Tensor]], step: int) -> None:
+def _check_adamw(state: dict[str, list[Tensor]], step: int) -> None:
     case = f"after step {step}: "
     found = {name: _row(tensors) for name, tensors in state.items()}
     truth = plain_adamw(step)
@@ -606,8 +606,8 @@ def race(
     """The learner's settings and how many times as fast as the baseline they will be.
 
     Args:
-        settings: Of the learner.
-        predicted_speedup: As the learner expects it, a number or a tensor.
+        settings: Settings that the learner chose.
+        predicted_speedup: The speed-up that the learner expects, a number or a tensor.
         measure: Compares settings with the baseline; the tests give one that needs no clock.
     """
     if not isinstance(settings, Settings):

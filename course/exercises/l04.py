@@ -86,7 +86,7 @@ def _average(
     return own, small_gpt.gradient(module)
 
 
-def _leaves_frozen_alone(
+def _check_frozen_left_alone(
     outcome: Outcome, average: Callable[..., Any], grouping: Sequence[Sequence[int]]
 ) -> None:
     """Where the function has stumbled over a None, that was not the gradient that is not there.
@@ -105,7 +105,7 @@ def average_gradients(average: Callable[..., Any], ranks: Ranks | None = None) -
     ours = own_answers(l04_by_hand.average_gradients)
     for grouping in small_gpt.GROUPINGS:
         outcome = simulate(4, _average, average, grouping, ours=ours)
-        _leaves_frozen_alone(outcome, average, grouping)
+        _check_frozen_left_alone(outcome, average, grouping)
         settle(outcome)
         of_world = torch.stack([own for own, _ in outcome.results]).mean(0)
         for members in grouping:
@@ -114,11 +114,11 @@ def average_gradients(average: Callable[..., Any], ranks: Ranks | None = None) -
             right = [r for r in members if distance(outcome.results[r][1], mean) < 1e-9]
             for rank in members:
                 refuse(careless(outcome.of(rank)), case)
-                _is_mean(case, rank, len(members), outcome.results[rank], mean, of_world, right)
+                _check_mean(case, rank, len(members), outcome.results[rank], mean, of_world, right)
     return confirm(ranks, outcome, _average, average, grouping)
 
 
-def _is_mean(
+def _check_mean(
     case: str,
     rank: int,
     p: int,
@@ -131,7 +131,7 @@ def _is_mean(
 
     Args:
         case: What a hint begins with.
-        rank: Of the world.
+        rank: Rank in the world.
         p: Size of its group.
         result: Its own gradient, and that afterwards.
         mean: Over its group.
@@ -199,11 +199,11 @@ def average_uneven(average: Callable[..., Any], ranks: Ranks | None = None) -> s
             results = [outcome.results[rank] for rank in members]
             for rank in members:
                 refuse(careless(outcome.of(rank)), case)
-            _is_weighed(case, members, sizes, results, of_world)
+            _check_weighed(case, members, sizes, results, of_world)
     return confirm(ranks, outcome, _weigh, average, grouping, sizes)
 
 
-def _is_weighed(
+def _check_weighed(
     case: str,
     members: Sequence[int],
     sizes: Sequence[int],
@@ -311,9 +311,9 @@ def accumulated_gradients(accumulate: Callable[..., Any], ranks: Ranks | None = 
                 results = [outcome.results[rank] for rank in members]
                 for rank in members:
                     _check_passes(case, outcome.of(rank, "forward", "backward"), m)
-                    _lets_graphs_go(case, outcome.of(rank, "kept"))
+                    _check_graphs_freed(case, outcome.of(rank, "kept"))
                     refuse(careless(outcome.of(rank)), case)
-                    _is_accumulated(case, members, results, outcome.results[rank], m, of_world)
+                    _check_accumulated(case, members, results, outcome.results[rank], m, of_world)
                     _check_sent(case, outcome.of(rank), outcome.results[rank].found.nbytes)
     return confirm(ranks, outcome, _accumulate, accumulate, m, grouping)
 
@@ -341,7 +341,7 @@ def _check_passes(case: str, notes: Sequence[Event], m: int) -> None:
     refuse(mistakes, case)
 
 
-def _lets_graphs_go(case: str, notes: Sequence[Event]) -> None:
+def _check_graphs_freed(case: str, notes: Sequence[Event]) -> None:
     """When a forward begins, nothing is kept of the micro-batches before it."""
     most = max((note.value for note in notes), default=0)
     hint = (
@@ -351,7 +351,7 @@ def _lets_graphs_go(case: str, notes: Sequence[Event]) -> None:
     refuse({hint: most > 0}, case)
 
 
-def _is_accumulated(
+def _check_accumulated(
     case: str,
     members: Sequence[int],
     results: Sequence[_Accumulated],

@@ -39,7 +39,7 @@ if __name__ == "__main__":
 """
 CHECKPOINT = "plain.pt"
 EPOCHS = 4
-STOP = 2  # epochs before the checkpoint that a run goes on from
+STOP = 2  # epochs before the checkpoint that a run resumes from
 # bfloat16 keeps three digits of a gradient, and two ranks round other parts of it than one: the
 # solution's losses differ by 0.2 % at most, and by 6 % where the optimizer's state is lost.
 ROUNDING = 0.01
@@ -56,7 +56,7 @@ class _Epoch(NamedTuple):
     """What the script printed after an epoch.
 
     Args:
-        number: Of the epoch.
+        number: Number of the epoch.
         train: Mean loss over the samples of the epoch.
         validation: Mean loss over the validation set.
         count: The samples that the script has counted there.

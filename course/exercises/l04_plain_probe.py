@@ -35,7 +35,7 @@ def look(names: Names, name: str) -> str:
 
     Args:
         names: What the cell defines.
-        name: Of the function.
+        name: Name of the function.
     """
     device = names["join"]()
     return PROBES[name](names, device)

@@ -48,7 +48,7 @@ OURS = own_answers(
 # ---- gradients that should be a mean
 
 
-def _is_mean(
+def _check_mean(
     case: str,
     own: torch.Tensor,
     found: torch.Tensor,
@@ -145,12 +145,12 @@ def average_buckets(average: Callable[..., Any], ranks: Ranks | None = None) -> 
                 mean = torch.stack([outcome.results[rank][0] for rank in members]).mean(0)
                 for rank in members:
                     own, found, bucket_bytes = outcome.results[rank]
-                    _sends_buckets(case, outcome.of(rank), bucket_bytes)
-                    _is_mean(case, own, found, mean, of_world)
+                    _check_buckets_sent(case, outcome.of(rank), bucket_bytes)
+                    _check_mean(case, own, found, mean, of_world)
     return confirm(ranks, outcome, _average, average, grouping, bucket_mb)
 
 
-def _sends_buckets(case: str, calls: Sequence[Event], bucket_bytes: Sequence[int]) -> None:
+def _check_buckets_sent(case: str, calls: Sequence[Event], bucket_bytes: Sequence[int]) -> None:
     """One all-reduce for each bucket, of the bucket's size."""
     kinds = sorted({call.kind for call in calls})
     sent = [call.num_bytes for call in calls]
@@ -247,11 +247,11 @@ def overlapped(parallel_class: Callable[..., Any], ranks: Ranks | None = None) -
                 trained = outcome.results[rank]
                 for number, events in enumerate(outcome.parts(rank, "step")):
                     case = f"{small_gpt.named(members)}step {number + 1}: "
-                    _is_overlapped(case, events, trained, is_first=number == 0)
+                    _check_overlapped(case, events, trained, is_first=number == 0)
                     owns = torch.stack([other.owns[number] for other in outcome.results])
                     own = trained.owns[number]
                     found = trained.founds[number]
-                    _is_mean(case, own, found, truth[number], owns.mean(0))
+                    _check_mean(case, own, found, truth[number], owns.mean(0))
                     left = (
                         f"when finish_gradient_sync returns, under_way still holds "
                         f"{trained.left[number]} entries, and the next step adds its own"
@@ -260,7 +260,9 @@ def overlapped(parallel_class: Callable[..., Any], ranks: Ranks | None = None) -
     return confirm(ranks, outcome, _train, parallel_class, grouping)
 
 
-def _is_overlapped(case: str, events: Sequence[Event], trained: _Trained, is_first: bool) -> None:
+def _check_overlapped(
+    case: str, events: Sequence[Event], trained: _Trained, is_first: bool
+) -> None:
     """Each bucket once, complete, during backward, without waiting; and waited for afterwards."""
     calls = [one for one in events if one.kind == "all_reduce"]
     in_backward = [one for one in calls if one.block == "backward"]
@@ -415,11 +417,13 @@ def quiet(parallel_class: Callable[..., Any], ranks: Ranks | None = None) -> str
                 number = plural(num_micro_batches, "micro-batch")
                 case = f"with {number}, {small_gpt.named(members)}"
                 for rank in members:
-                    _is_quiet(case, outcome.of(rank), outcome.results[rank], mean)
+                    _check_quiet(case, outcome.of(rank), outcome.results[rank], mean)
     return confirm(ranks, outcome, _accumulate, parallel_class, num_micro_batches, grouping)
 
 
-def _is_quiet(case: str, calls: Sequence[Event], result: _Accumulated, mean: torch.Tensor) -> None:
+def _check_quiet(
+    case: str, calls: Sequence[Event], result: _Accumulated, mean: torch.Tensor
+) -> None:
     """Nothing leaves inside of no_sync(), everything outside of it."""
     inside = [one for one in calls if one.block == "inside no_sync()"]
     total = len([one for one in calls if one.block == "last"])
@@ -433,7 +437,7 @@ def _is_quiet(case: str, calls: Sequence[Event], result: _Accumulated, mean: tor
         f"{total} all-reduces for {due_calls} buckets": total != due_calls,
     }
     refuse(mistakes, case)
-    _is_mean(case, result.own, result.found, mean)
+    _check_mean(case, result.own, result.found, mean)
     blocks = {one.block for one in calls}
     mistakes = {
         "after an error inside no_sync() nothing is ever sent again: set the flag back also "
@@ -465,8 +469,9 @@ class _Clipped(NamedTuple):
             learning rate.
         own: The gradient of this rank's share in the first step.
         num_buckets: How many there are.
-        loss: Of this rank's share in the first step.
-        sum_of_norms: Of the parameters, one by one, in the first step; of the truth only.
+        loss: Loss of this rank's share in the first step.
+        sum_of_norms: Sum of the norms of the parameters, one by one, in the first step; of the
+            truth only.
     """
 
     norms: list[float]
@@ -534,8 +539,8 @@ def clipped(step: Callable[..., Any], ranks: Ranks | None = None) -> str:
                 for rank in members:
                     case = f"max_norm {max_norm:.3g}, {small_gpt.named(members)}"
                     result = outcome.results[rank]
-                    _is_clipped(case, result, truth, owns, max_norm)
-                    _is_norm(case, result, truth, owns, max_norm)
+                    _check_clipped(case, result, truth, owns, max_norm)
+                    _check_norm(case, result, truth, owns, max_norm)
                     num_sent = len(outcome.parts(rank, "step")[0])
                     messages = plural(num_sent, "message")
                     buckets = plural(result.num_buckets, "bucket")
@@ -552,7 +557,7 @@ def clipped(step: Callable[..., Any], ranks: Ranks | None = None) -> str:
     return confirm(ranks, outcome, _clip_steps, step, max_norm, grouping)
 
 
-def _is_clipped(
+def _check_clipped(
     case: str, result: _Clipped, truth: _Clipped, owns: torch.Tensor, max_norm: float
 ) -> None:
     """The step was made with the clipped mean gradient."""
@@ -579,7 +584,7 @@ def _is_clipped(
     diagnose(case, found, truth.used[0], mistakes, otherwise, CLIP_ROUNDING)
 
 
-def _is_norm(
+def _check_norm(
     case: str, result: _Clipped, truth: _Clipped, owns: torch.Tensor, max_norm: float
 ) -> None:
     """The norm that was returned is that of the mean gradient, before clipping."""
@@ -615,9 +620,6 @@ class _Bucket:
 
     def buffer(self) -> torch.Tensor:
         return self._gradient
-
-    def set_buffer(self, tensor: torch.Tensor) -> None:
-        self._gradient = tensor
 
     def index(self) -> int:
         return 0
@@ -682,7 +684,7 @@ def compress(hook: Callable[..., Any], ranks: Ranks | None = None) -> str:
             mean = torch.stack([outcome.results[rank][0] for rank in members]).mean(0)
             for rank in members:
                 own, found = outcome.results[rank]
-                _sends_half(case, outcome.of(rank), own.nbytes // 2)
+                _check_half_sent(case, outcome.of(rank), own.nbytes // 2)
                 mistakes = {
                     "the result holds gradients of ranks outside of the group": of_world,
                     "the result is {times:.2g} times as long as the mean over the group: sum or "
@@ -712,7 +714,7 @@ def _check_signature(hook: Callable[..., Any]) -> None:
     refuse(mistakes)
 
 
-def _sends_half(case: str, calls: Sequence[Event], half: int) -> None:
+def _check_half_sent(case: str, calls: Sequence[Event], half: int) -> None:
     """One all-reduce of bfloat16 for the bucket, and nobody waits in the hook."""
     dtypes = sorted({one.dtype for one in calls})
     sent_bytes = sum(one.num_bytes for one in calls)

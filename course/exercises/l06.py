@@ -147,7 +147,7 @@ def _measure(group: dist.ProcessGroup, answer: Callable[..., Any]) -> _Measured:
     return _Measured(small, big, grads)
 
 
-def _is_measured(results: list[_Measured], outcome: Outcome, members: Sequence[int]) -> None:
+def _check_measured(results: list[_Measured], outcome: Outcome, members: Sequence[int]) -> None:
     """The mean is in `.grad` of each rank of a group, and the two numbers are right."""
     p = len(members)
     means = [torch.stack(parts).mean(0) for parts in zip(*map(_gradients, members))]
@@ -199,7 +199,7 @@ def _squared(gradients: Sequence[Tensor]) -> float:
 
 def squares(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `squares(model, group)`, on all ranks and on three of them."""
-    outcome = in_groups(_measure, answer, judge=_is_measured, ours=OURS)
+    outcome = in_groups(_measure, answer, judge=_check_measured, ours=OURS)
     return confirm_in_group(ranks, outcome, _measure, answer)
 
 
@@ -285,7 +285,7 @@ class _Runs:
     """What the learner's sweep calls; it notes each run.
 
     Args:
-        max_runs: Somebody interrupts the run that follows so many.
+        max_runs: Number of runs after which somebody interrupts the next one.
     """
 
     def __init__(self, max_runs: int = 100) -> None:
@@ -323,12 +323,12 @@ def sweep(answer: Callable[..., Any]) -> None:
             ),
         }
         refuse(mistakes)
-    _are_best(best)
-    _goes_on(answer, dict(list(table.items())[:NUM_DONE]))
-    _is_interrupted(answer)
+    _check_best(best)
+    _check_resumed(answer, dict(list(table.items())[:NUM_DONE]))
+    _check_interrupted(answer)
 
 
-def _goes_on(answer: Callable[..., Any], table: Table) -> None:
+def _check_resumed(answer: Callable[..., Any], table: Table) -> None:
     """A sweep that was killed does what is missing."""
     before = set(table)
     again = _Runs()
@@ -340,10 +340,10 @@ def _goes_on(answer: Callable[..., Any], table: Table) -> None:
         )
     is_complete = len(again.done) == len(RUNS) - NUM_DONE
     refuse({"after a restart not all missing runs were done": not is_complete})
-    _are_best(best)
+    _check_best(best)
 
 
-def _is_interrupted(answer: Callable[..., Any]) -> None:
+def _check_interrupted(answer: Callable[..., Any]) -> None:
     """A sweep that is interrupted ends, and has kept what was done."""
     table: Table = {}
     runs = _Runs(NUM_DONE)
@@ -369,7 +369,7 @@ def _swept(answer: Callable[..., Any], runs: _Runs, table: Table) -> Any:
         raise Hint(text) from None
 
 
-def _are_best(best: Any) -> None:
+def _check_best(best: Any) -> None:
     """{batch: (rate, steps)} of the best run of each batch."""
     if not isinstance(best, Mapping):
         raise Hint(f"return a dict, {{batch: (rate, steps)}}, not a {type(best).__name__}")
@@ -419,10 +419,10 @@ def fit(answer: Callable[..., Any]) -> None:
         }
         listed = ", ".join(f"{steps:.0f}" for steps in exact.values())
         refuse(mistakes, f"steps {listed} for batches 4 to 256: ")
-    _fits_all_points(answer)
+    _check_fits_all_points(answer)
 
 
-def _fits_all_points(answer: Callable[..., Any]) -> None:
+def _check_fits_all_points(answer: Callable[..., Any]) -> None:
     """Points beside the curve: two ways to weigh their errors, or all alike."""
     batches = np.array(list(MEASURED))
     steps = np.array(list(MEASURED.values()))
@@ -484,11 +484,11 @@ def broken(diverges: Any, overfits: Any) -> None:
     second = _changes(overfits, "overfits")
     if not all(name.startswith("optim.") for name in first):
         raise Hint("diverges: change how the optimizer steps, with fields of `optim` alone")
-    _diverges(_row(first, "diverges"))
-    _overfits(_row(second, "overfits"))
+    _check_diverges(_row(first, "diverges"))
+    _check_overfits(_row(second, "overfits"))
 
 
-def _diverges(row: Row) -> None:
+def _check_diverges(row: Row) -> None:
     """The run ends worse than guessing."""
     loss = math.inf if row.loss is None else row.loss
     num_characters = l06_runs.whole_model().vocab_size
@@ -502,7 +502,7 @@ def _diverges(row: Row) -> None:
     refuse(mistakes)
 
 
-def _overfits(row: Row) -> None:
+def _check_overfits(row: Row) -> None:
     """The run has learned its text by heart."""
     if row.status == DIVERGED or row.loss is None or row.val_loss is None:
         raise Hint("overfits: this run diverges: it must learn its training text, and nothing else")
@@ -546,7 +546,7 @@ def _meet(group: dist.ProcessGroup, outer_class: Callable[..., Any]) -> list[Ten
     return found
 
 
-def _have_met(results: list[list[Tensor]], outcome: Outcome, members: Sequence[int]) -> None:
+def _check_met(results: list[list[Tensor]], outcome: Outcome, members: Sequence[int]) -> None:
     """The copies of a group are where Nesterov's steps lead, after each round."""
     common = parameters_to_vector(_trained(_model())).detach()
     velocity = torch.zeros_like(common)
@@ -615,7 +615,7 @@ def outer_step(answer: Any, ranks: Ranks | None = None) -> str:
     """The learner's class with `step()`, on all ranks and on three of them."""
     if not inspect.isclass(due(answer)):
         raise Hint(f"a class is asked for, not a {type(answer).__name__}")
-    outcome = in_groups(_meet, answer, judge=_have_met, ours=OURS)
+    outcome = in_groups(_meet, answer, judge=_check_met, ours=OURS)
     return confirm_in_group(ranks, outcome, _meet, answer)
 
 

@@ -57,7 +57,7 @@ def batch_norm(answer: Any, ranks: Ranks | None = None) -> str:
     if answer is None:
         raise Hint("MySyncBatchNorm is None: write it")
     for shares in (EVEN, UNEVEN):
-        judge = partial(_is_normalized, shares=shares)
+        judge = partial(_check_normalized, shares=shares)
         outcome = in_groups(_pass, answer, shares, judge=judge, ours=OURS)
     return confirm_in_group(ranks, outcome, _pass, answer, shares)
 
@@ -118,16 +118,16 @@ def _applied(answer: Any) -> Callable[..., Any]:
     if inspect.isclass(answer) and issubclass(answer, torch.autograd.Function):
         return answer.apply
 
-    def is_no_function(*args: Any) -> None:
+    def refuse_call(*args: Any) -> None:
         due(answer(*args))  # what is not written yet says so
         raise Hint(
             "this is no torch.autograd.Function: hand in the class that has forward and backward"
         )
 
-    return is_no_function
+    return refuse_call
 
 
-def _is_normalized(
+def _check_normalized(
     results: list[Any],
     outcome: Outcome,
     members: Sequence[int],
@@ -142,14 +142,14 @@ def _is_normalized(
         y, (grad_x, grad_weight, grad_bias) = results[place]
         part = _part(sizes, place)
         calls = outcome.of(rank)
-        _sends_statistics(case, "forward", calls, len(members))
-        _is_output(case, y, whole, sizes, part)
-        _is_grad_x(case, grad_x, whole, part)
-        _sends_statistics(case, "backward", calls, len(members))
-        _are_own_gradients(case, grad_weight, grad_bias, whole, part)
+        _check_statistics_sent(case, "forward", calls, len(members))
+        _check_output(case, y, whole, sizes, part)
+        _check_grad_x(case, grad_x, whole, part)
+        _check_statistics_sent(case, "backward", calls, len(members))
+        _check_own_gradients(case, grad_weight, grad_bias, whole, part)
 
 
-def _sends_statistics(case: str, where: str, all_calls: Sequence[Event], p: int) -> None:
+def _check_statistics_sent(case: str, where: str, all_calls: Sequence[Event], p: int) -> None:
     """Statistics travel, and samples do not."""
     calls = [one for one in all_calls if one.block == where]
     numbers = sum(one.num_bytes for one in calls if one.kind != "recv") / 8  # of float64
@@ -177,7 +177,9 @@ def _normalized(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     return (x - mean[:, None]) / (var + EPS).sqrt()[:, None]
 
 
-def _is_output(case: str, found: Tensor, whole: _Batch, sizes: Sequence[int], part: slice) -> None:
+def _check_output(
+    case: str, found: Tensor, whole: _Batch, sizes: Sequence[int], part: slice
+) -> None:
     x = whole.x[part]
     mean, var = _moments(whole.x)
     x_hat = _normalized(x, mean, var)
@@ -243,7 +245,7 @@ def _mistaken_x_hats(whole: _Batch, sizes: Sequence[int], part: slice) -> dict[s
 # ---- the gradients
 
 
-def _is_grad_x(case: str, found: Tensor | None, whole: _Batch, part: slice) -> None:
+def _check_grad_x(case: str, found: Tensor | None, whole: _Batch, part: slice) -> None:
     if found is None:
         raise Hint(f"{case}no gradient reaches x: what does backward return first?")
     x = whole.x.clone().requires_grad_()
@@ -292,7 +294,7 @@ def _mistaken_gradients(whole: _Batch, part: slice) -> dict[str, Tensor]:
     }
 
 
-def _are_own_gradients(
+def _check_own_gradients(
     case: str,
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,

@@ -32,7 +32,7 @@ from course.pool.ranks import Ranks
 
 def differing(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `ranks_that_differ(value, group)`."""
-    outcome = in_groups(_ask, answer, judge=_are_named)
+    outcome = in_groups(_ask, answer, judge=_check_all_named)
     return confirm_in_group(ranks, outcome, _ask, answer)
 
 
@@ -50,13 +50,13 @@ def _ask(group: dist.ProcessGroup, answer: Callable[..., Any]) -> list[Any]:
     return [answer(values[group.rank()], group) for values in _values(group.size()).values()]
 
 
-def _are_named(results: list[list[Any]], outcome: Outcome, members: Sequence[int]) -> None:
+def _check_all_named(results: list[list[Any]], outcome: Outcome, members: Sequence[int]) -> None:
     for place, rank in enumerate(members):
         for (case, values), found in zip(_values(len(members)).items(), results[place]):
-            _is_named(f"on rank {rank}: ", case, values, found, members)
+            _check_named(f"on rank {rank}: ", case, values, found, members)
 
 
-def _is_named(
+def _check_named(
     start: str, case: str, values: list[float], found: Any, members: Sequence[int]
 ) -> None:
     """One answer is the list of those that differ."""
@@ -87,7 +87,8 @@ def _is_named(
 
 STEPS = 3
 LR = 0.1
-# Of the loss in each step: who measures with clip_grad_norm_(params, 1.0) is seen in the second.
+# Factor of the loss in each step: who measures with clip_grad_norm_(params, 1.0) is seen in the
+# second.
 LOSS_SCALES = (1.0, 40.0, 1.0)
 COMMON = 1  # the batch that all ranks get
 EXPECTED = {
@@ -196,13 +197,13 @@ def _train(group: dist.ProcessGroup, answer: type) -> list[float]:
         refuse(table)
     early = "it notes something before the block has begun: where are the hooks registered?"
     refuse({early: too_early})
-    _are_numbers(noted)
-    _are_of_inputs(noted["inputs"], of_common)
-    _are_norms(noted["gradients"], norms)
-    _are_of_weights(noted["weights"], weights, answer)
+    _check_numbers(noted)
+    _check_of_inputs(noted["inputs"], of_common)
+    _check_norms(noted["gradients"], norms)
+    _check_of_weights(noted["weights"], weights, answer)
     late = "it still notes something after the block has ended: who removes the hooks?"
     refuse({late: _noted(seen) != noted})
-    _lets_errors_out(answer)
+    _check_errors_let_out(answer)
     return noted["gradients"]
 
 
@@ -272,8 +273,8 @@ def _number_at(found: list[Any], place: int) -> Any:
     return None
 
 
-def _are_numbers(noted: dict[str, list[Any]]) -> None:
-    """As many plain numbers as there were forward passes and steps."""
+def _check_numbers(noted: dict[str, list[Any]]) -> None:
+    """There must be as many plain numbers as there were forward passes and steps."""
     for name, (expected, per) in EXPECTED.items():
         found = len(noted[name])
         count = (
@@ -294,11 +295,11 @@ def _are_numbers(noted: dict[str, list[Any]]) -> None:
             )
 
 
-def _are_of_inputs(found: list[Any], of_common: list[Any]) -> None:
-    """The same for the same inputs, and different for others.
+def _check_of_inputs(found: list[Any], of_common: list[Any]) -> None:
+    """Numbers must be the same for the same inputs, and different for others.
 
     Args:
-        found: Of each forward pass.
+        found: Numbers found in each forward pass.
         of_common: What the ranks have noted of the batch that is the same on all of them.
     """
     reordered = (
@@ -318,7 +319,7 @@ def _are_of_inputs(found: list[Any], of_common: list[Any]) -> None:
     refuse(mistakes)
 
 
-def _are_norms(found: list[float], norms: list[float]) -> None:
+def _check_norms(found: list[float], norms: list[float]) -> None:
     for step, (own, expected) in enumerate(zip(found, norms)):
         case = f"the norm in step {step} is {own:.6g}, expected is {expected:.6g}: "
         mistakes = {
@@ -329,7 +330,7 @@ def _are_norms(found: list[float], norms: list[float]) -> None:
         diagnose(case, own, expected, mistakes, otherwise, tolerance=1e-4)
 
 
-def _are_of_weights(found: list[float], weights: list[list[torch.Tensor]], answer: type) -> None:
+def _check_of_weights(found: list[float], weights: list[list[torch.Tensor]], answer: type) -> None:
     """The numbers of steps 0, 1, 2 are those of the weights before these steps."""
     for step, values in enumerate(weights):
         again = _noted_weights(answer, values)
@@ -364,7 +365,7 @@ class _OfTheLoopError(Exception):
     """What a training loop raises inside the block."""
 
 
-def _lets_errors_out(answer: type) -> None:
+def _check_errors_let_out(answer: type) -> None:
     """An error of the training comes out of the block."""
     model = _Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)

@@ -41,7 +41,7 @@ def roll_call(answer: Callable[..., Any], ranks: Ranks) -> None:
     """The learner's `roll_call` on four ranks, and for eight of which one is there."""
     for case, absences in CASES.items():
         found = _on_ranks(ranks, case, _call, answer, case, absences, ranks.n)
-        _are_absent(f"where {case}, ", found, absences)
+        _check_absent(f"where {case}, ", found, absences)
     (alone, seconds), *_ = _on_ranks(ranks, "only rank 0 comes", _call_alone, answer)
     mistakes = {
         f"of {MANY} ranks only rank 0 came, and it returned {alone}": (
@@ -133,7 +133,7 @@ def _call(
 
 
 def _call_alone(rank: int, answer: Callable[..., Any]) -> tuple[Any, float]:
-    """As `_call`, of many ranks of which only rank 0 comes."""
+    """Like `_call`, of many ranks of which only rank 0 comes."""
     store = _fresh_store("alone")
     return _timed(answer, store, rank, MANY, SHORT_S) if rank == 0 else (None, 0.0)
 
@@ -148,7 +148,7 @@ def _timed(
     return found, time.perf_counter() - began
 
 
-def _are_absent(case: str, results: Sequence[tuple[Any, float]], absences: Absences) -> None:
+def _check_absent(case: str, results: Sequence[tuple[Any, float]], absences: Absences) -> None:
     """Each rank that came was told who did not, and none of them waited for nothing."""
     missing = [rank for rank, late_s in absences.items() if late_s is None]
     for rank, (found, seconds) in enumerate(results):
@@ -180,7 +180,7 @@ def shares(answer: Callable[..., Any]) -> None:
         hint = "does the loop end when all samples are given out?"
         found = due(bounded(hint, answer, given, global_batch))
         refuse({f"{asked} has changed the list that it was given": given != sample_s})
-        _are_best(asked, found, sample_s, global_batch)
+        _check_best(asked, found, sample_s, global_batch)
 
 
 def _batches() -> list[tuple[list[float], int]]:
@@ -202,7 +202,7 @@ def _batches() -> list[tuple[list[float], int]]:
     return found
 
 
-def _are_best(asked: str, found: Any, sample_s: list[float], global_batch: int) -> None:
+def _check_best(asked: str, found: Any, sample_s: list[float], global_batch: int) -> None:
     if not isinstance(found, (list, tuple)) or len(found) != len(sample_s):
         raise Hint(
             f"{asked} is {found!r}, expected is a list with one number for each of the "

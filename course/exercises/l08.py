@@ -50,7 +50,7 @@ def _sizes(shape: GridShape) -> dict[str, int]:
 
 
 def _changed(name: str, value: Any, before: Any) -> dict[str, bool]:
-    """As a row of a table: an argument is no longer what it was."""
+    """Row of a table: an argument is no longer what it was."""
     hint = f"it has changed `{name}`, which belongs to the caller: {before} has become {value}"
     return {hint: value != before}
 
@@ -149,7 +149,7 @@ def groups_of(my_groups: Callable[..., Any]) -> None:
             case = f"groups along {', '.join(axes) or 'no axis'} of {shape}: "
             sizes = _sizes(shape)
             groups = _as_lists(case, _by_hand(my_groups, sizes, shape.order, axes))
-            _are_groups(case, shape, axes, groups)
+            _check_groups(case, shape, axes, groups)
             refuse(_changed("sizes", sizes, _sizes(shape)), case)
 
 
@@ -167,7 +167,7 @@ def _as_lists(case: str, groups: Any) -> list[list[int]]:
     return found
 
 
-def _are_groups(
+def _check_groups(
     case: str, shape: GridShape, axes: Sequence[str], found: Sequence[list[int]]
 ) -> None:
     """Every rank is in one group, with those that agree in all other axes."""
@@ -255,7 +255,7 @@ def _in_own_order(rank: int) -> dict[str, list[list[int]]]:
 
 
 def _in_order_of_hashes(rank: int) -> dict[str, list[list[int]]]:
-    """As `_in_own_order`, and a `set` of its axes has the same order."""
+    """Like `_in_own_order`, and a `set` of its axes has the same order."""
     groups_of: dict[str, list[list[int]]] = {}
     for place, axis in enumerate(ORDER_ON_RANK[rank]):
         name = _Name(axis)
@@ -277,7 +277,7 @@ def _connect(
         raise Hint(f"it returned a {type(kept).__name__}; give a dictionary {{axis: group}}")
     here().note("connected")
     for axis in ORDER_ON_RANK[0]:
-        _is_own(rank, axis, kept)
+        _check_own(rank, axis, kept)
     sums = {}
     for axis in ORDER_ON_RANK[0]:
         total = torch.tensor(rank)
@@ -286,7 +286,7 @@ def _connect(
     return sums
 
 
-def _is_own(rank: int, axis: str, kept: Mapping[str, Any]) -> None:
+def _check_own(rank: int, axis: str, kept: Mapping[str, Any]) -> None:
     """What is kept for an axis is this rank's own group."""
     if axis not in kept:
         raise Hint(f"it returns no group for {axis}")
@@ -308,14 +308,14 @@ def connected(connect: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `connect(rank, groups_of)` -> {axis: this rank's group}, on four ranks."""
     ours = own_answers(Grid.create.__func__)
     outcome = simulate(4, _connect, connect, _in_own_order, ours=ours)
-    _are_made(outcome)
+    _check_made(outcome)
     settle(outcome)
     with_sets = simulate(4, _connect, connect, _in_order_of_hashes, ours=ours)
-    _are_in_one_order(with_sets)  # nothing else: such names are not found in other dictionaries
+    _check_in_one_order(with_sets)  # nothing else: such names are not found in other dictionaries
     return confirm(ranks, outcome, _connect, connect, _in_own_order)
 
 
-def _are_made(outcome: Outcome) -> None:
+def _check_made(outcome: Outcome) -> None:
     """Every group is made by all ranks, or by all its members; and in the same order."""
     for rank, made in enumerate(outcome.made):
         if not outcome.of(rank, "connected"):
@@ -331,10 +331,10 @@ def _are_made(outcome: Outcome) -> None:
                     continue
                 why = "" if is_member else ": it is no member, but a group is made by all ranks"
                 raise Hint(f"rank {rank} does not make the group {members}{why}")
-    _are_in_one_order(outcome)
+    _check_in_one_order(outcome)
 
 
-def _are_in_one_order(outcome: Outcome) -> None:
+def _check_in_one_order(outcome: Outcome) -> None:
     """Any two ranks make the groups that concern both in the same order.
 
     torch names a group by the number of groups before it, so one that its members make has the same
@@ -415,9 +415,9 @@ def in_two_levels(all_reduce: Callable[..., Any], ranks: Ranks | None = None) ->
         outcome = _run_on(nodes, all_reduce)
         for rank in range(nodes.world_size):
             events = outcome.parts(rank, "asked")[0]
-            _is_in_levels(nodes, rank, events)
-            _is_sum(nodes, rank, outcome.results[rank])
-            _is_cheap(nodes, rank, events)
+            _check_in_levels(nodes, rank, events)
+            _check_sum(nodes, rank, outcome.results[rank])
+            _check_cheap(nodes, rank, events)
     return confirm(ranks, _run_on(NODES[0], all_reduce), _sum_of_nodes, all_reduce, NODES[0])
 
 
@@ -430,7 +430,7 @@ def _nodes_text(nodes: GridShape) -> str:
     return f"ranks of the nodes {nodes.groups('tp')}: "
 
 
-def _is_sum(nodes: GridShape, rank: int, found: torch.Tensor) -> None:
+def _check_sum(nodes: GridShape, rank: int, found: torch.Tensor) -> None:
     """The result is the sum over all ranks."""
     total = _sum_over(range(nodes.world_size))
     of_node = _sum_over(_members(nodes, "tp", rank))
@@ -464,7 +464,7 @@ def _members(nodes: GridShape, axis: str, rank: int) -> list[int]:
     return own
 
 
-def _is_in_levels(nodes: GridShape, rank: int, events: Sequence[Event]) -> None:
+def _check_in_levels(nodes: GridShape, rank: int, events: Sequence[Event]) -> None:
     """Each collective is among the ranks of one node, or among one rank of each node."""
     node = set(_members(nodes, "tp", rank))
     place = set(_members(nodes, "dp", rank))
@@ -479,7 +479,7 @@ def _is_in_levels(nodes: GridShape, rank: int, events: Sequence[Event]) -> None:
         )
 
 
-def _is_cheap(nodes: GridShape, rank: int, events: Sequence[Event]) -> None:
+def _check_cheap(nodes: GridShape, rank: int, events: Sequence[Event]) -> None:
     """A rank sends to other nodes what an all-reduce of its part of x needs, and no more."""
     calls = [one for one in events if len(one.group) > 1 and one.kind != "barrier"]
     refuse(careless(calls), _nodes_text(nodes))

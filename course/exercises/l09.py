@@ -109,7 +109,7 @@ class _Step(NamedTuple):
     Args:
         y: The output.
         grads: {name of an argument or a parameter: its gradient}, where there is one.
-        flops: Of all matrix products in forward.
+        flops: FLOPs of all matrix products in forward.
         is_overwritten: Whether a sum was written into a tensor of the graph.
     """
 
@@ -216,7 +216,7 @@ def _apply(group: dist.ProcessGroup, name: str, function: Any) -> _Applied:
     return _Applied(x, y.detach().clone(), grad_y, grad_x.clone())
 
 
-def _is_pair(
+def _check_pair(
     name: str, results: Sequence[_Applied], outcome: Outcome, members: Sequence[int]
 ) -> None:
     """One direction is the identity, and the other one the sum over the group."""
@@ -271,7 +271,7 @@ def copy_and_reduce(f: Any, g: Any, ranks: Ranks | None = None) -> str:
     """
     said = ""
     for name, function in (("CopyTo", f), ("ReduceFrom", g)):
-        judge = functools.partial(_is_pair, name)
+        judge = functools.partial(_check_pair, name)
         ours = own_answers(copy_to, reduce_from)
         outcome = in_groups(_apply, name, function, judge=judge, ours=ours)
         in_groups(_apply_twice, name, function, ours=ours)
@@ -317,7 +317,7 @@ def _made(
         mistakes[hint] = list(param.shape) == shape
     refuse(mistakes)
     for name, parts in all_parts.items():
-        _has_part(module, name, parts, group.rank(), about[name])
+        _check_part(module, name, parts, group.rank(), about[name])
     if not memory.expired():
         gc.collect()
     hint = "something in it still holds the whole weight, whose memory cannot be freed"
@@ -333,7 +333,7 @@ def _are_equal(one: nn.Module, other: nn.Module) -> bool:
     )
 
 
-def _has_part(
+def _check_part(
     module: nn.Module, name: str, parts: Sequence[Tensor], number: int, about: str
 ) -> None:
     """A parameter is the part of the rank with this number, in memory of its own."""
@@ -414,7 +414,7 @@ def _linear_step(
     return step
 
 
-def _is_linear(
+def _check_linear(
     is_column: bool,
     has_bias: bool,
     results: Sequence[_Step],
@@ -482,7 +482,7 @@ def _is_linear(
 
 def _linear(make: Callable[..., Any], is_column: bool, ranks: Ranks | None) -> str:
     for has_bias in (True, False):
-        judge = functools.partial(_is_linear, is_column, has_bias)
+        judge = functools.partial(_check_linear, is_column, has_bias)
         outcome = in_groups(_linear_step, make, is_column, has_bias, judge=judge, ours=OURS)
     return confirm_in_group(ranks, outcome, _linear_step, make, is_column, has_bias)
 
@@ -522,7 +522,7 @@ def _swiglu_step(group: dist.ProcessGroup, swiglu: Callable[..., Any]) -> _Step:
     return _step(swiglu, _swiglu_arguments(), group, grad_y=_draw(31, 6, HIDDEN))
 
 
-def _is_swiglu(results: Sequence[_Step], outcome: Outcome, members: Sequence[int]) -> None:
+def _check_swiglu(results: Sequence[_Step], outcome: Outcome, members: Sequence[int]) -> None:
     """The right numbers, from a share of the products on each rank, with one sum each way."""
     p = len(members)
     truth = _step(_whole_swiglu, _swiglu_arguments(), grad_y=_draw(31, 6, HIDDEN))
@@ -590,7 +590,7 @@ def _is_swiglu(results: Sequence[_Step], outcome: Outcome, members: Sequence[int
 
 def swiglu(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `my_swiglu(x, gate, up, down, group)`, which gets the whole weights."""
-    outcome = in_groups(_swiglu_step, answer, judge=_is_swiglu)
+    outcome = in_groups(_swiglu_step, answer, judge=_check_swiglu)
     return confirm_in_group(ranks, outcome, _swiglu_step, answer)
 
 
@@ -633,7 +633,7 @@ def _embed(group: dist.ProcessGroup, make: Callable[..., Any], vocab: int, batch
     return step
 
 
-def _is_embedding(
+def _check_embedding(
     vocab: int, batch: str, results: Sequence[_Step], outcome: Outcome, members: Sequence[int]
 ) -> None:
     """Every token has its vector on every rank, after one sum."""
@@ -674,7 +674,7 @@ def vocabulary_embedding(make: Callable[..., Any], ranks: Ranks | None = None) -
     """The learner's `VocabParallelEmbedding(embedding, group)`."""
     for vocab in VOCABS:
         for batch in BATCHES:
-            judge = functools.partial(_is_embedding, vocab, batch)
+            judge = functools.partial(_check_embedding, vocab, batch)
             outcome = in_groups(_embed, make, vocab, batch, judge=judge, ours=OURS)
     return confirm_in_group(ranks, outcome, _embed, make, vocab, batch)
 
@@ -727,7 +727,7 @@ def _loss_step(group: dist.ProcessGroup, loss: Callable[..., Any], level: str) -
     return step
 
 
-def _is_loss(
+def _check_loss(
     level: str, results: Sequence[_Step], outcome: Outcome, members: Sequence[int]
 ) -> None:
     """The loss of the whole logits and its gradient, from three numbers of each token."""
@@ -787,7 +787,7 @@ def vocabulary_loss(loss: Callable[..., Any], ranks: Ranks | None = None) -> str
         ranks: For the last run.
     """
     for level in LEVELS:
-        judge = functools.partial(_is_loss, level)
+        judge = functools.partial(_check_loss, level)
         outcome = in_groups(_loss_step, loss, level, judge=judge, ours=OURS)
     return confirm_in_group(ranks, outcome, _loss_step, loss, level)
 

@@ -58,9 +58,9 @@ def layer_bytes(count: Callable[..., Any]) -> None:
         for part in KEPT:
             per_token, per_score = _coefficients(count, part, t)
             if t == 1:
-                _is_kept_on_one_rank(part, per_token, per_score)
+                _check_kept_on_one_rank(part, per_token, per_score)
             else:
-                _is_kept_on_one_of(t, part, per_token, per_score)
+                _check_kept_on_one_of(t, part, per_token, per_score)
 
 
 def _coefficients(count: Callable[..., Any], part: str, t: int) -> tuple[float, float]:
@@ -96,7 +96,7 @@ def _near(found: float, right: float) -> bool:
     return math.isclose(found, right, rel_tol=1e-6, abs_tol=1e-6)
 
 
-def _is_kept_on_one_rank(part: str, per_token: float, per_score: float) -> None:
+def _check_kept_on_one_rank(part: str, per_token: float, per_score: float) -> None:
     kept = KEPT[part]
     right = kept.whole + kept.cut
     mistakes = {
@@ -119,7 +119,7 @@ def _is_kept_on_one_rank(part: str, per_token: float, per_score: float) -> None:
     diagnose(case, per_token, right, mistakes, otherwise, tolerance=1e-6)
 
 
-def _is_kept_on_one_of(t: int, part: str, per_token: float, per_score: float) -> None:
+def _check_kept_on_one_of(t: int, part: str, per_token: float, per_score: float) -> None:
     kept = KEPT[part]
     right = kept.whole + kept.cut / t
     case = f"{part}: right on one rank, but "
@@ -220,12 +220,12 @@ def _careful(outcome: Outcome, members: Sequence[int]) -> Iterator[tuple[str, li
         yield case, outcome.of(rank)
 
 
-def _sends_enough(case: str, calls: Sequence[Event], p: int, num_backward: int = 1) -> None:
+def _check_bytes_sent(case: str, calls: Sequence[Event], p: int, num_backward: int = 1) -> None:
     """Forward sends no more than an all-gather of all tokens, and backward than some of them.
 
     Args:
         case: What a hint begins with.
-        calls: Of this rank.
+        calls: Calls of this rank.
         p: Ranks of the group.
         num_backward: How many backward needs; a reduce-scatter sends as much as one.
     """
@@ -273,13 +273,13 @@ def pair(gather: Function, scatter: Function, ranks: Ranks | None = None) -> str
     """
     ours = own_answers(start_all_gather, start_reduce_scatter)
     for layout in LAYOUTS:
-        gathered = in_groups(_gather, gather, layout, judge=_is_gathered, ours=ours)
-        scattered = in_groups(_scatter, scatter, layout, judge=_is_scattered, ours=ours)
+        gathered = in_groups(_gather, gather, layout, judge=_check_gathered, ours=ours)
+        scattered = in_groups(_scatter, scatter, layout, judge=_check_scattered, ours=ours)
     confirm_in_group(ranks, gathered, _gather, gather, layout)
     return confirm_in_group(ranks, scattered, _scatter, scatter, layout)
 
 
-def _is_gathered(results: list[_Passed], outcome: Outcome, members: Sequence[int]) -> None:
+def _check_gathered(results: list[_Passed], outcome: Outcome, members: Sequence[int]) -> None:
     p = len(results)
     whole = torch.cat([result.x for result in results], 1)
     rights = torch.stack([result.grad for result in results]).sum(0).chunk(p, 1)
@@ -299,10 +299,10 @@ def _is_gathered(results: list[_Passed], outcome: Outcome, members: Sequence[int
         }
         wrong = "the all-gather: the gradient is wrong: sum over the ranks, then which tokens?"
         diagnose(case, result.grad_x, rights[number], mistakes, wrong)
-        _sends_enough(case, calls, p)
+        _check_bytes_sent(case, calls, p)
 
 
-def _is_scattered(results: list[_Passed], outcome: Outcome, members: Sequence[int]) -> None:
+def _check_scattered(results: list[_Passed], outcome: Outcome, members: Sequence[int]) -> None:
     p = len(results)
     rights = torch.stack([result.x for result in results]).sum(0).chunk(p, 1)
     whole_grad = torch.cat([result.grad for result in results], 1)
@@ -323,7 +323,7 @@ def _is_scattered(results: list[_Passed], outcome: Outcome, members: Sequence[in
             "every rank, so whose gradients does it need?"
         )
         diagnose(case, result.grad_x, whole_grad, {}, wrong)
-        _sends_enough(case, calls, p)
+        _check_bytes_sent(case, calls, p)
 
 
 # ---- 10.3
@@ -355,11 +355,11 @@ def gathers_again(function: Function, ranks: Ranks | None = None) -> str:
         ranks: Four.
     """
     ours = own_answers(gathered_linear)
-    outcome = in_groups(_multiply, function, judge=_is_gathered_again, ours=ours)
+    outcome = in_groups(_multiply, function, judge=_check_gathered_again, ours=ours)
     return confirm_in_group(ranks, outcome, _multiply, function)
 
 
-def _is_gathered_again(
+def _check_gathered_again(
     results: list[_Multiplied], outcome: Outcome, members: Sequence[int]
 ) -> None:
     p = len(results)
@@ -396,14 +396,14 @@ def _is_gathered_again(
             "in x"
         )
         diagnose(case, grad_weight, part_grads[number], mistakes, wrong)
-        _keeps_its_part(case, calls, passed.x.nbytes)
+        _check_own_part(case, calls, passed.x.nbytes)
         gathers = sum(one.kind == "all_gather" and one.block == "backward" for one in calls)
         enough = f"backward starts {gathers} all-gathers, and one for x is enough"
         refuse({enough: gathers > 1}, case)
-        _sends_enough(case, calls, p, num_backward=2)
+        _check_bytes_sent(case, calls, p, num_backward=2)
 
 
-def _keeps_its_part(case: str, events: Sequence[Event], part_bytes: int) -> None:
+def _check_own_part(case: str, events: Sequence[Event], part_bytes: int) -> None:
     """Nothing but this rank's part of x is kept from forward to backward."""
     kept = {one.kind: sum(one.value) for one in events if one.kind in ("saved", "held")}
     by = "ctx.save_for_backward"
@@ -479,7 +479,7 @@ def sequence_parallel_mlp(mlp: type[nn.Module], ranks: Ranks | None = None) -> s
             parameters `norm_weight`, `norm_bias`, `up`, `up_bias`, `down` and `down_bias`.
         ranks: Four.
     """
-    outcome = in_groups(_train, mlp, judge=_is_trained)
+    outcome = in_groups(_train, mlp, judge=_check_trained)
     return confirm_in_group(ranks, outcome, _train, mlp)
 
 
@@ -499,7 +499,7 @@ def _whole_mlp(results: Sequence[_Trained]) -> tuple[Tensor, Tensor, Weights]:
     return y.detach(), grad_x, dict(zip(w, gradients))
 
 
-def _is_trained(results: list[_Trained], outcome: Outcome, members: Sequence[int]) -> None:
+def _check_trained(results: list[_Trained], outcome: Outcome, members: Sequence[int]) -> None:
     p = len(results)
     whole_y, whole_grad_x, gradients = _whole_mlp(results)
     for number, (case, events) in enumerate(_careful(outcome, members)):
@@ -524,11 +524,11 @@ def _is_trained(results: list[_Trained], outcome: Outcome, members: Sequence[int
         for name, gradient in gradients.items():
             if name in SHARDS:
                 gradient = gradient.chunk(p, SHARDS[name])[number]
-            _has_gradient(case, name, results[number], gradient, p)
-        _keeps_its_tokens(case, events, passed.x.nbytes)
+            _check_gradient(case, name, results[number], gradient, p)
+        _check_own_tokens(case, events, passed.x.nbytes)
 
 
-def _has_gradient(case: str, name: str, result: _Trained, right: Tensor, p: int) -> None:
+def _check_gradient(case: str, name: str, result: _Trained, right: Tensor, p: int) -> None:
     """The gradient of a weight is the one that it has in one process."""
     before = result.before[name]
     was_complete = name in SHARDS and distance(before, right) < TOLERANCE
@@ -544,8 +544,8 @@ def _has_gradient(case: str, name: str, result: _Trained, right: Tensor, p: int)
     diagnose(case, result.after[name], right, mistakes, wrong)
 
 
-def _keeps_its_tokens(case: str, events: Sequence[Event], part_bytes: int) -> None:
-    """Of all tokens only what GELU needs is kept; of its own a rank may keep what it likes."""
+def _check_own_tokens(case: str, events: Sequence[Event], part_bytes: int) -> None:
+    """Only what GELU needs is kept of all tokens; of its own a rank may keep what it likes."""
     (held,) = [one.value for one in events if one.kind == "held"]
     of_all_tokens = sum(size for size in held if size > part_bytes)
     in_forward = [one.kind for one in events if one.block == "forward"]

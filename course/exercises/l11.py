@@ -75,8 +75,8 @@ def merge(my_merge: Callable[..., Any]) -> None:
             block_a = _attend(shifted[..., :keys], v[:, :keys])
             block_b = _attend(shifted[..., keys:], v[:, keys:])
             whole = _attend(shifted, v)
-            _is_merged(_merged(my_merge, block_a, block_b), block_a, block_b, whole)
-        _is_merged_in_hard_cases(my_merge, block_a, block_b, whole)
+            _check_merged(_merged(my_merge, block_a, block_b), block_a, block_b, whole)
+        _check_merged_in_hard_cases(my_merge, block_a, block_b, whole)
 
 
 def _merged(my_merge: Callable[..., Any], block_a: Attended, block_b: Attended) -> Attended:
@@ -88,7 +88,7 @@ def _merged(my_merge: Callable[..., Any], block_a: Attended, block_b: Attended) 
     return found["out"], found["lse"]
 
 
-def _is_merged(found: Attended, block_a: Attended, block_b: Attended, whole: Attended) -> None:
+def _check_merged(found: Attended, block_a: Attended, block_b: Attended, whole: Attended) -> None:
     out, lse = found
     true_out, true_lse = whole
     mistakes: dict[str, Any] = {
@@ -120,7 +120,7 @@ def _is_merged(found: Attended, block_a: Attended, block_b: Attended, whole: Att
     diagnose("", lse, true_lse, mistakes, otherwise)
 
 
-def _is_merged_in_hard_cases(
+def _check_merged_in_hard_cases(
     my_merge: Callable[..., Any], block_a: Attended, block_b: Attended, whole: Attended
 ) -> None:
     """Large scores and rows without a key, in one block or both, in all rows or some of them."""
@@ -262,9 +262,9 @@ def _answer_of(
 
     Args:
         answer: The function.
-        group: Of the ring.
+        group: Group of the ring.
         whole: What it needs, of the whole sequence.
-        names: Of what it returns.
+        names: Names of what it returns.
     """
     before = {}
     for name, x in whole.items():
@@ -302,7 +302,7 @@ def _calls(outcome: Outcome, rank: int) -> list[Event]:
     return [one for one in outcome.of(rank) if one.block == "answer" and one.kind != "barrier"]
 
 
-def _sends_messages(case: str, calls: Sequence[Event]) -> None:
+def _check_messages(case: str, calls: Sequence[Event]) -> None:
     """Sends and receives alone, and somebody waits for each."""
     collectives = [one.kind for one in calls if one.kind not in ("send", "recv")]
     overlaps = any(one.overlaps for one in calls)
@@ -317,7 +317,7 @@ def _sends_messages(case: str, calls: Sequence[Event]) -> None:
 
 
 def _shortened(name: str, found: Tensor, truth: Tensor, calls: Sequence[Event]) -> Table:
-    """Of a result that is wrong: have its numbers become shorter?"""
+    """Whether the numbers of a wrong result have become shorter."""
     sent = {one.dtype for one in calls if one.kind == "send" and "float" in one.dtype}
     shorter = ", ".join(sorted(sent - {"float64"}))
     off = distance(found, truth)
@@ -333,7 +333,7 @@ def _sent_bytes(calls: Sequence[Event]) -> int:
     return sum(one.num_bytes for one in calls if one.kind == "send")
 
 
-def _needs_no_more(
+def _check_no_more_needed(
     case: str,
     calls: Sequence[Event],
     parts: int,
@@ -378,8 +378,8 @@ def _judge_forward(results: Sequence[_Result], outcome: Outcome, members: Sequen
     for number, rank in enumerate(members):
         case = f"on rank {rank}: "
         calls = _calls(outcome, rank)
-        _sends_messages(case, calls)
-        _sends_to_one(case, calls, {members[(number + 1) % p], members[(number - 1) % p]})
+        _check_messages(case, calls)
+        _check_sent_to_one(case, calls, {members[(number + 1) % p], members[(number - 1) % p]})
         out, lse = (results[number].found[name] for name in names)
         true_out, true_lse = (truths[number][name] for name in names)
         shortened = _shortened("out", out, true_out, calls)
@@ -388,10 +388,10 @@ def _judge_forward(results: Sequence[_Result], outcome: Outcome, members: Sequen
         diagnose(case, out, true_out, {**shortened, **wrong})
         otherwise = "out is right and lse is not: is it that of all the keys together?"
         diagnose(case, lse, true_lse, {}, otherwise)
-        _needs_no_more(case, calls, p - 1, *outcome.of(rank, "memory")[0].value)
+        _check_no_more_needed(case, calls, p - 1, *outcome.of(rank, "memory")[0].value)
 
 
-def _sends_to_one(case: str, calls: Sequence[Event], neighbours: set[int]) -> None:
+def _check_sent_to_one(case: str, calls: Sequence[Event], neighbours: set[int]) -> None:
     """All messages go to one of the two neighbours."""
     receivers = {one.peer for one in calls if one.kind == "send" and one.peer is not None}
     if len(receivers) > 1 or receivers - neighbours:
@@ -413,7 +413,7 @@ def _wrong_outputs(
 
     Args:
         out: What it has given.
-        number: Of the rank.
+        number: Number of the rank.
         own: Its part of the sequence.
         whole: The sequence.
         missing_bytes: How many more it would have to send.
@@ -461,7 +461,7 @@ def _judge_backward(results: Sequence[_Result], outcome: Outcome, members: Seque
     truths = _parts(GRADIENTS, PLAIN.backward(**_joined(results), causal=True), p)
     calls = {rank: _calls(outcome, rank) for rank in members}
     for rank in members:
-        _sends_messages(f"on rank {rank}: ", calls[rank])
+        _check_messages(f"on rank {rank}: ", calls[rank])
     for name in GRADIENTS:
         for number, rank in enumerate(members):
             found = results[number].found[name]
@@ -475,7 +475,7 @@ def _judge_backward(results: Sequence[_Result], outcome: Outcome, members: Seque
     for rank in members:
         # K and V need p - 1 hops, their gradients p at most
         of = f"of K and V or of their gradients ({p - 1} and {p})"
-        _needs_no_more(f"on rank {rank}: ", calls[rank], 2 * p - 1, of=of)
+        _check_no_more_needed(f"on rank {rank}: ", calls[rank], 2 * p - 1, of=of)
 
 
 def _wrong_dq(number: int, results: Sequence[_Result]) -> Table:
@@ -540,9 +540,9 @@ def deal(chunks: Callable[[int, int], Any], block: Callable[[int, int, int], Any
     held = {}
     for p in SIZES:
         held[p] = [_chunks_of(chunks(rank, p)) for rank in range(p)]
-        _is_dealt(held[p], p)
+        _check_dealt(held[p], p)
     for p in SIZES:
-        _is_computed(block, held[p], p)
+        _check_computed(block, held[p], p)
 
 
 def _chunks_of(found: Any) -> list[int]:
@@ -552,7 +552,7 @@ def _chunks_of(found: Any) -> list[int]:
     return sorted(int(chunk) for chunk in found)
 
 
-def _is_dealt(held: Sequence[Sequence[int]], p: int) -> None:
+def _check_dealt(held: Sequence[Sequence[int]], p: int) -> None:
     """Each chunk has one rank, and all ranks have the same work."""
     dealt = sorted(itertools.chain.from_iterable(held))
     # chunks of keys that the queries of each rank see: all before a chunk, and half of itself
@@ -572,7 +572,7 @@ def _is_dealt(held: Sequence[Sequence[int]], p: int) -> None:
     refuse(mistakes, f"my_chunks, p={p}: {held}: ")
 
 
-def _is_computed(block: Callable[..., Any], held: Sequence[Sequence[int]], p: int) -> None:
+def _check_computed(block: Callable[..., Any], held: Sequence[Sequence[int]], p: int) -> None:
     """Every visible score is computed and no other, and in each step as many on all ranks."""
     tokens = 2 * CHUNK
     positions = [_positions(chunks) for chunks in held]
@@ -603,7 +603,7 @@ def _is_computed(block: Callable[..., Any], held: Sequence[Sequence[int]], p: in
 
 
 def _positions(chunks: Sequence[int]) -> Tensor:
-    """Of the tokens in these chunks."""
+    """Positions of the tokens in these chunks."""
     return torch.cat([torch.arange(CHUNK) + CHUNK * chunk for chunk in chunks])
 
 

@@ -47,11 +47,11 @@ UNIT = StageTimes(1, 1, 1)
 OUR_SCHEDULE = own_answers(schedule)
 
 
-def _are_orders(case: str, orders: Actions, m: int) -> None:
+def _check_orders(case: str, orders: Actions, m: int) -> None:
     """Each rank has F and B of each micro-batch once, and of its own stage."""
     due(*orders.values())
     for rank, actions in orders.items():
-        _is_a_list_of_actions(f"{case}rank {rank} has ", actions)
+        _check_list_of_actions(f"{case}rank {rank} has ", actions)
         for action in actions:
             mistakes = {
                 f"rank {rank} has {action}, an action of stage {action.stage}: each rank runs the "
@@ -60,10 +60,10 @@ def _are_orders(case: str, orders: Actions, m: int) -> None:
             }
             refuse(mistakes, case)
         for kind, name in KINDS.items():
-            _has_each_once(f"{case}rank {rank} has ", name, _microbatches(actions, kind), m)
+            _check_each_once(f"{case}rank {rank} has ", name, _microbatches(actions, kind), m)
 
 
-def _is_a_list_of_actions(case: str, actions: Any) -> None:
+def _check_list_of_actions(case: str, actions: Any) -> None:
     """What one rank was given, or the first of its entries that is no action."""
     what = "give a list of Action(kind, stage, microbatch)"
     if not isinstance(actions, list):
@@ -78,7 +78,7 @@ def _microbatches(actions: Sequence[Action], kind: str) -> list[int]:
     return [action.microbatch for action in actions if action.kind == kind]
 
 
-def _has_each_once(case: str, name: str, found: Sequence[int], m: int) -> None:
+def _check_each_once(case: str, name: str, found: Sequence[int], m: int) -> None:
     """The micro-batches are those from 0 to m - 1."""
     missing = min(set(range(m)) - set(found), default=None)
     unknown = min(set(found) - set(range(m)), default=None)
@@ -113,7 +113,7 @@ def gpipe(order: Callable[[int, int], list[Action]]) -> None:
         case = f"p={p}, m={m}: "
         outcome = run(order, m, size=p, case=case, ours=OUR_SCHEDULE)
         orders = dict(enumerate(outcome.results))
-        _are_orders(case, orders, m)
+        _check_orders(case, orders, m)
         for rank, actions in orders.items():
             for place, action in enumerate(actions[:m]):
                 early = (
@@ -148,7 +148,7 @@ class _Step:
     """A step of the learner's runner.
 
     Args:
-        name: Of the schedule.
+        name: Name of the schedule.
         m: Micro-batches.
         has_gradients: The parameters have gradients already, as after a step without `zero_grad`.
     """
@@ -199,7 +199,7 @@ class _WatchedStage(Stage):
     """A stage that keeps what goes into it.
 
     Args:
-        number: Of the stage.
+        number: Number of the stage.
         m: How often it may be called.
 
     Attributes:
@@ -252,8 +252,8 @@ class _Ran(NamedTuple):
     """What a runner left on one rank.
 
     Args:
-        seen, went_back, overwritten: As its stage has noted them.
-        grads: Of the stage's parameters.
+        seen, went_back, overwritten: What its stage has noted.
+        grads: Gradients of the stage's parameters.
         inputs, targets: The data, which it may have changed.
     """
 
@@ -295,17 +295,17 @@ def runner(run_actions: Callable[..., Any], ranks: Ranks | None = None) -> str:
                 for place, rank in enumerate(members):
                     case = f"{step.case}on {_who(members, place)}: "
                     num_sends = step.num_sends(len(members), place)
-                    _sends_what_is_needed(case, outcome.of(rank), num_sends)
-            _ends(outcome, step, shape)
+                    _check_needed_is_sent(case, outcome.of(rank), num_sends)
+            _check_ends(outcome, step, shape)
             for members in pipelines:
                 for place, rank in enumerate(members):
-                    _waits(f"{step.case}on {_who(members, place)}: ", outcome.of(rank))
+                    _check_waits(f"{step.case}on {_who(members, place)}: ", outcome.of(rank))
             for members in pipelines:
                 runs = [outcome.results[rank] for rank in members]
-                _goes_forward(runs, members, step)
-                _goes_back(runs, members, step)
+                _check_forward(runs, members, step)
+                _check_backward(runs, members, step)
                 for place, rank in enumerate(members):
-                    _lets_go(f"{step.case}{_who(members, place)} ", outcome.of(rank))
+                    _check_freed(f"{step.case}{_who(members, place)} ", outcome.of(rank))
     return confirm(ranks, outcome, _run_step, run_actions, step, shape)
 
 
@@ -316,7 +316,7 @@ def _who(members: Sequence[int], place: int) -> str:
     return f"the rank with number {place} in the group of {ranks_text(members)}"
 
 
-def _sends_what_is_needed(case: str, events: Sequence[Event], num_sends: int) -> None:
+def _check_needed_is_sent(case: str, events: Sequence[Event], num_sends: int) -> None:
     """Its messages have the right size and go through its group, also where a run has no end."""
     like = f"float64 [{l12_paced_pipeline.BATCH}, {l12_paced_pipeline.WIDTH}]"
     numel = l12_paced_pipeline.BATCH * l12_paced_pipeline.WIDTH
@@ -349,7 +349,7 @@ def _first_unlike(messages: Sequence[Event], numel: int) -> str:
     return ""
 
 
-def _ends(outcome: Outcome, step: _Step, shape: GridShape) -> None:
+def _check_ends(outcome: Outcome, step: _Step, shape: GridShape) -> None:
     """All ranks came to their end."""
     rank = min(outcome.errors, default=0)
     error = outcome.errors.get(rank)
@@ -368,7 +368,7 @@ def _ends(outcome: Outcome, step: _Step, shape: GridShape) -> None:
     settle(outcome, step.case)
 
 
-def _waits(case: str, events: Sequence[Event]) -> None:
+def _check_waits(case: str, events: Sequence[Event]) -> None:
     """Each message was waited for, once."""
     messages = [one for one in events if one.kind in ("send", "recv")]
     lost = {one.kind for one in messages if not one.arrived}
@@ -384,7 +384,7 @@ def _waits(case: str, events: Sequence[Event]) -> None:
     refuse(mistakes, case)
 
 
-def _goes_forward(runs: Sequence[_Ran], members: Sequence[int], step: _Step) -> None:
+def _check_forward(runs: Sequence[_Ran], members: Sequence[int], step: _Step) -> None:
     """Each stage was given what the stage before made, and the data is as it was."""
     inputs, targets = step.data(members)
     values = inputs
@@ -425,7 +425,7 @@ def _goes_forward(runs: Sequence[_Ran], members: Sequence[int], step: _Step) -> 
             values = [Stage(place)(value) for value in values]
 
 
-def _goes_back(runs: Sequence[_Ran], members: Sequence[int], step: _Step) -> None:
+def _check_backward(runs: Sequence[_Ran], members: Sequence[int], step: _Step) -> None:
     """Each B went through the graph of its own micro-batch, and the gradients are right."""
     p = len(members)
     for place in reversed(range(p)):
@@ -443,10 +443,10 @@ def _goes_back(runs: Sequence[_Ran], members: Sequence[int], step: _Step) -> Non
             }
             refuse(mistakes, f"{step.case}{who}, at {action}: ")
         parts = _true_parts(p, place, *step.data(members))
-        _has_gradients(f"{step.case}{who} ", ran, parts, step, is_last=place == p - 1)
+        _check_gradients(f"{step.case}{who} ", ran, parts, step, is_last=place == p - 1)
 
 
-def _lets_go(case: str, events: Sequence[Event]) -> None:
+def _check_freed(case: str, events: Sequence[Event]) -> None:
     """What an F has kept is gone once its B has used it."""
     most = max((one.value for one in events if one.kind == "held"), default=0)
     sends_graph = any(one.requires_grad for one in events if one.kind == "send")
@@ -475,7 +475,7 @@ def _true_parts(
     return parts
 
 
-def _has_gradients(case: str, ran: _Ran, parts: list[Tensor], step: _Step, is_last: bool) -> None:
+def _check_gradients(case: str, ran: _Ran, parts: list[Tensor], step: _Step, is_last: bool) -> None:
     """The gradients of a stage are those of one process, added to what there was."""
     grads = [grad.flatten() for grad in ran.grads if grad is not None]
     if len(grads) < len(ran.grads):
@@ -523,7 +523,7 @@ def one_f_one_b(order: Callable[[int, int, int], list[Action]], ranks: Ranks | N
         case = f"p={p}, m={m}: "
         outcome = run(order, p, m, size=p, case=case, ours=OUR_SCHEDULE)
         orders = dict(enumerate(outcome.results))
-        _are_orders(case, orders, m)
+        _check_orders(case, orders, m)
         for rank, actions in orders.items():
             for kind, name in KINDS.items():
                 numbers = _microbatches(actions, kind)
@@ -534,9 +534,9 @@ def one_f_one_b(order: Callable[[int, int, int], list[Action]], ranks: Ranks | N
                 refuse({hint: numbers != sorted(numbers)}, case)
         line = _checked_timeline(case, orders, p, m)
         for rank, actions in orders.items():
-            _keeps_little(case, rank, actions, line.peak_microbatches(rank), p, m)
+            _check_kept_bytes(case, rank, actions, line.peak_microbatches(rank), p, m)
         for rank, expected in schedule("1f1b", p, m).items():
-            _is_expected(case, rank, orders[rank], expected)
+            _check_expected(case, rank, orders[rank], expected)
     outcome = run(_gradients, orders, p, m)
     return confirm(ranks, outcome, _gradients, orders, p, m)
 
@@ -546,7 +546,7 @@ def _gradients(rank: int, orders: Actions, p: int, m: int) -> dict[int, Tensor]:
     return l12_paced_pipeline.run_schedule(rank, orders, p, m).gradients
 
 
-def _keeps_little(
+def _check_kept_bytes(
     case: str, rank: int, actions: Sequence[Action], kept: int, p: int, m: int
 ) -> None:
     """It keeps as few micro-batches as 1F1B does."""
@@ -562,7 +562,7 @@ def _keeps_little(
     refuse(mistakes, case)
 
 
-def _is_expected(
+def _check_expected(
     case: str, rank: int, actions: Sequence[Action], expected: Sequence[Action]
 ) -> None:
     """Action by action."""
@@ -615,7 +615,7 @@ def split(linear: Any) -> None:
         grad = torch.randn(*leading, 3, dtype=torch.float64, generator=generator)
         micro_batches.append(_forward(apply, x, weight, grad))
     for micro_batch in micro_batches:
-        _gives_input_half(micro_batch, weight)
+        _check_input_half(micro_batch, weight)
     first, second = micro_batches
     found = _weight_half(weight, first.later)
     values = (
@@ -648,7 +648,7 @@ def _forward(apply: Callable[..., Any], x: Tensor, weight: Tensor, grad: Tensor)
     return _MicroBatch(x, y, later, grad)
 
 
-def _gives_input_half(micro_batch: _MicroBatch, weight: nn.Parameter) -> None:
+def _check_input_half(micro_batch: _MicroBatch, weight: nn.Parameter) -> None:
     """The half that is needed at once."""
     x, y, later, grad = micro_batch
     handed = grad.clone()
@@ -730,7 +730,7 @@ class _Situation:
 
     Args:
         about: What is special about it.
-        p, m, stage_s, message_s, most: As the learner's function is given them.
+        p, m, stage_s, message_s, most: The arguments that the learner's function is given.
     """
 
     about: str
@@ -788,10 +788,10 @@ def choose(answer: Callable[..., Any]) -> None:
             raise Hint(f"{one.case}no candidate was left{place}. {ONE_FITS}") from None
         if found is None:
             raise Hint(f"{one.case}{RETURNED_NONE} {ONE_FITS}")
-        _is_best(due(found), one)
+        _check_best(due(found), one)
 
 
-def _is_best(found: Any, one: _Situation) -> None:
+def _check_best(found: Any, one: _Situation) -> None:
     """A candidate that is possible and fits, and none that does is faster."""
     is_pair = isinstance(found, (tuple, list)) and len(found) == 2
     if not is_pair or tuple(found) not in CANDIDATES:

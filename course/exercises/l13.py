@@ -132,7 +132,7 @@ UNUSED = (1, 3)  # in this step this weight has no gradient; all ranks have rows
 
 
 def _give_gradients(params: Sequence[nn.Parameter], step: int) -> None:
-    """As backward does it: what stands in `.grad` is added to."""
+    """Give gradients as backward does: what stands in `.grad` is added to."""
     for place, param in enumerate(params):
         grad = _random(50 + 10 * step + place, *param.shape)
         if (step, place) == UNUSED:
@@ -165,7 +165,7 @@ def _train(group: dist.ProcessGroup, answer: Callable[..., Any], name: str) -> l
         for inner in made:
             for part in inner.param_groups:
                 rows += part["params"]
-        _are_own_rows(group, len(made), rows)
+        _check_own_rows(group, len(made), rows)
         is_still = all(torch.equal(one, old) for one, old in zip(params, before))
         has_generator = any(isinstance(one, GeneratorType) for one in vars(optimizer).values())
         found.append([param.detach().clone() for param in params])
@@ -198,7 +198,7 @@ def _none_in_words(case: str) -> Iterator[None]:
         raise
 
 
-def _are_own_rows(group: dist.ProcessGroup, num_made: int, rows: Sequence[Tensor]) -> None:
+def _check_own_rows(group: dist.ProcessGroup, num_made: int, rows: Sequence[Tensor]) -> None:
     """One optimizer was made, and it was given this rank's rows."""
     given = sum(row.numel() for row in rows)
     whole = sum(param.numel() for param in _weights())
@@ -217,12 +217,12 @@ def _are_own_rows(group: dist.ProcessGroup, num_made: int, rows: Sequence[Tensor
 def sharded_optimizer(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's class: three steps beside the same optimizer on whole weights."""
     for name in OPTIMIZERS:
-        judge = functools.partial(_trains_like_one, name)
+        judge = functools.partial(_check_trains_like_one, name)
         outcome = in_groups(_train, answer, name, judge=judge, ours=OURS)
     return confirm_in_group(ranks, outcome, _train, answer, name)
 
 
-def _trains_like_one(
+def _check_trains_like_one(
     name: str, results: list[list[list[Tensor]]], outcome: Outcome, members: Sequence[int]
 ) -> None:
     """All weights are those of one process after each step, and nothing was added up for it."""
@@ -238,7 +238,7 @@ def _trains_like_one(
             refuse(careless(outcome.parts(rank, "step")[number]), case)
         for place, (old, weight) in enumerate(zip(olds, weights)):
             founds = [of_rank[number][place] for of_rank in results]
-            _is_updated(cases, founds, old, weight.detach())
+            _check_updated(cases, founds, old, weight.detach())
     for rank in members:
         kinds = {one.kind for one in _calls(outcome.of(rank))}
         adding = ", ".join(sorted(kinds - {"broadcast", "all_gather", "send", "recv"}))
@@ -246,7 +246,9 @@ def _trains_like_one(
         refuse({text: adding}, f"on rank {rank}: {name}, ")
 
 
-def _is_updated(cases: Sequence[str], founds: Sequence[Tensor], old: Tensor, new: Tensor) -> None:
+def _check_updated(
+    cases: Sequence[str], founds: Sequence[Tensor], old: Tensor, new: Tensor
+) -> None:
     """A weight is right on all ranks: each rank's own rows first, then those of the others.
 
     Args:
@@ -294,7 +296,7 @@ Averaged = tuple[list[Tensor | None], bool]
 
 
 def _gradients(call: int, rank: int) -> list[Tensor]:
-    """Of all weights, on one rank of the group."""
+    """Gradients of all weights, on one rank of the group."""
     first = 200 + 100 * call + 10 * rank
     return [_random(first + place, *shape) for place, shape in enumerate(SHAPES)]
 
@@ -320,29 +322,29 @@ def _average_twice(group: dist.ProcessGroup, answer: Callable[..., Any]) -> list
 
 def average_own_rows(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `average_own_rows(params, rows, group)`, called twice."""
-    outcome = in_groups(_average_twice, answer, judge=_averages, ours=OURS)
+    outcome = in_groups(_average_twice, answer, judge=_check_average, ours=OURS)
     return confirm_in_group(ranks, outcome, _average_twice, answer)
 
 
-def _averages(results: list[list[Averaged]], outcome: Outcome, members: Sequence[int]) -> None:
+def _check_average(results: list[list[Averaged]], outcome: Outcome, members: Sequence[int]) -> None:
     """In each call one reduce-scatter, the mean of the own rows, and no whole gradient is left."""
     p = len(members)
     for call, again in enumerate(("", "in a second call: ")):
         cases = [f"on rank {rank}: {again}" for rank in members]
         for case, rank in zip(cases, members):
-            _is_one_message(case, _calls(outcome.parts(rank, "call")[call]))
+            _check_one_message(case, _calls(outcome.parts(rank, "call")[call]))
         for place in range(len(SHAPES)):
             grads = torch.stack([_gradients(call, number)[place] for number in range(p)])
             for me, case in enumerate(cases):
                 olds, _ = results[me][0]
                 means, _ = results[me][call]
-                _is_own_mean(case, me, means[place], grads, olds[place])
+                _check_own_mean(case, me, means[place], grads, olds[place])
         for case, of_rank in zip(cases, results):
             _, is_left = of_rank[call]
             refuse({"`params[i].grad` still holds a whole gradient": is_left}, case)
 
 
-def _is_one_message(case: str, calls: Sequence[Event]) -> None:
+def _check_one_message(case: str, calls: Sequence[Event]) -> None:
     others = [one for one in calls if one.kind != "reduce_scatter"]
     mistakes = {
         "no collective was called: did anything travel?": not calls,
@@ -355,7 +357,7 @@ def _is_one_message(case: str, calls: Sequence[Event]) -> None:
     refuse({**mistakes, **careless(calls)}, case)
 
 
-def _is_own_mean(case: str, me: int, found: Tensor | None, grads: Tensor, old: Any) -> None:
+def _check_own_mean(case: str, me: int, found: Tensor | None, grads: Tensor, old: Any) -> None:
     """`.grad` of this rank's rows of one weight is the mean of what all ranks have.
 
     Args:
@@ -421,11 +423,11 @@ class _Careful(Made):
         name = func._schema.name
         is_about_shapes = func.is_view or name.startswith("aten::new_") or name.endswith("_like")
         for one in [] if is_about_shapes else tensors_in((args, kwargs)):
-            _has_memory(one)
+            _check_memory(one)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _has_memory(value: Tensor) -> None:
+def _check_memory(value: Tensor) -> None:
     """The memory of a tensor reaches to its last number."""
     has = value.untyped_storage().nbytes()
     numbers = compute_required_storage_length(
@@ -453,7 +455,7 @@ def _watched() -> Iterator[_Careful]:
 
 
 def _bytes(layer: Any) -> int:
-    """Of the memory behind the whole weight now."""
+    """Bytes of the memory behind the whole weight now."""
     return layer.weight.untyped_storage().nbytes()
 
 
@@ -477,15 +479,15 @@ def _holds_weight(events: Iterable[Event], num_bytes: int, when: str) -> dict[st
 def borrowing_linear(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's layer: its methods one by one, and then two layers in training."""
     for shape in WEIGHTS:
-        judge = functools.partial(_is_gathered, shape)
+        judge = functools.partial(_check_gathered, shape)
         in_groups(_gather, answer, shape, judge=judge, ours=OURS)
     with _so_far("gather and reshard are right, forward is next"):
         for case in FORWARDS:
-            judge = functools.partial(_is_product, case)
+            judge = functools.partial(_check_product, case)
             in_groups(_forward, answer, case, judge=judge, ours=OURS)
     with _so_far("gather, reshard and forward are right, backward is next"):
         for shape in WEIGHTS:
-            judge = functools.partial(_has_gradients, shape)
+            judge = functools.partial(_check_gradients, shape)
             in_groups(_two_micro_batches, answer, shape, judge=judge, ours=OURS)
     outcome = in_groups(_train_two_layers, answer, judge=_train_like_one, ours=OURS)
     return confirm_in_group(ranks, outcome, _train_two_layers, answer)
@@ -535,7 +537,7 @@ def _gather(group: dist.ProcessGroup, answer: Callable[..., Any], shape: Sequenc
     return found
 
 
-def _is_gathered(
+def _check_gathered(
     shape: Sequence[int], results: list[Tensor], outcome: Outcome, members: Sequence[int]
 ) -> None:
     weight = _random(400, *shape)
@@ -572,7 +574,7 @@ def _forward(group: dist.ProcessGroup, answer: Callable[..., Any], case: str) ->
     return y.detach()
 
 
-def _is_product(
+def _check_product(
     forward: str, results: list[Tensor], outcome: Outcome, members: Sequence[int]
 ) -> None:
     weight = _random(410, 7, 6)
@@ -622,7 +624,7 @@ def _two_micro_batches(
     return found
 
 
-def _has_gradients(
+def _check_gradients(
     shape: Sequence[int], results: list[Any], outcome: Outcome, members: Sequence[int]
 ) -> None:
     """Backward makes its two calls, and adds the mean over the group to the own rows."""
@@ -653,11 +655,11 @@ def _has_gradients(
                 **_holds_weight(outcome.of(rank), weight.nbytes, "after backward"),
             }
             refuse(mistakes, case)
-            _has_own_mean(case, of_rows, piece_of(total, me, p), piece_of(mean, me, p))
+            _check_rows_mean(case, of_rows, piece_of(total, me, p), piece_of(mean, me, p))
         total += mean
 
 
-def _has_own_mean(case: str, found: Tensor | None, before: Tensor, mean: Tensor) -> None:
+def _check_rows_mean(case: str, found: Tensor | None, before: Tensor, mean: Tensor) -> None:
     """The mean was added to what stood in `rows.grad` before."""
     if len(mean) == 0:
         return
@@ -733,10 +735,10 @@ def choose(answer: Callable[..., Any]) -> None:
     for situation in CASES:
         with without(best, cost_of):
             found = due(bounded("does your loop end?", answer, situation))
-        _is_best(found, situation)
+        _check_best(found, situation)
 
 
-def _is_best(found: Any, situation: Situation) -> None:
+def _check_best(found: Any, situation: Situation) -> None:
     case = f"{situation.about}: "
     is_layout = isinstance(found, tuple) and len(found) == len(Layout._fields)
     refuse({f"it returned {str(found)[:40]}: return Layout(...)": not is_layout}, case)

@@ -73,7 +73,7 @@ class Step(NamedTuple):
 
 
 def num_bytes(*modules: nn.Module) -> int:
-    """Of their parameters together."""
+    """Bytes of their parameters together."""
     parameters = itertools.chain.from_iterable(module.parameters() for module in modules)
     return sum(param.nbytes for param in parameters)
 

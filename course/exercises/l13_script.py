@@ -146,7 +146,7 @@ def _check_result(case: str, found: dict[str, Tensor], steps: int) -> None:
 
 
 def _check_resumed(path: Path) -> None:
-    """One rank goes on where two have stopped."""
+    """One rank resumes where two have stopped."""
     case = "on 1 rank, from the checkpoint of 2: "
     steps, _ = _run(case, path, ALL, "float32", nproc=1)
     expected = list(range(FIRST, ALL))
@@ -262,10 +262,10 @@ def reference(
         steps_taken: How many steps the optimizer makes; None: all.
         forgets_at: Before this step the optimizer loses its state.
         max_norm: To which gradients are clipped.
-        loss_scale: Of each micro-batch.
+        loss_scale: Factor of the loss of each micro-batch.
         micro_batches: Which of them it reads.
         zero: Whether gradients are set to zero before a step.
-        momentum: Of SGD.
+        momentum: Momentum of SGD.
     """
     model = lab.build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum)

@@ -111,7 +111,7 @@ def _silent(text: Any) -> BatchJob:
     return BatchJob(text)
 
 
-def _asks_for(script: BatchJob, ranks_per_node: int) -> None:
+def _check_request(script: BatchJob, ranks_per_node: int) -> None:
     """The request that the exercise speaks of."""
     nodes = script.first.number("nodes") or 1
     limit = script.minutes
@@ -143,7 +143,7 @@ _GPU_OPTIONS = {
 }
 
 
-def _asks_for_no_gpus(script: BatchJob) -> None:
+def _check_no_gpus(script: BatchJob) -> None:
     for directive in script.directives:
         of_gpus = directive.name.startswith("gpus") or "gpu" in directive.value
         if directive.name not in _GPU_OPTIONS or not of_gpus:
@@ -155,7 +155,7 @@ def _asks_for_no_gpus(script: BatchJob) -> None:
         refuse({asks: not re.search(r"(^|[:=])0$", directive.value)})
 
 
-def _fixes_the_share(script: BatchJob) -> None:
+def _check_fixed_share(script: BatchJob) -> None:
     """That it says how many tasks each node gets, and not only how many there are in all."""
     options = [launch.options for launch in script.sruns]
     name = "ntasks-per-node"
@@ -167,14 +167,14 @@ def _fixes_the_share(script: BatchJob) -> None:
     refuse(mistakes)
 
 
-def _logs_to_runs(script: BatchJob) -> None:
+def _check_log_folder(script: BatchJob) -> None:
     output = script.first.value("output") or ""
     folder = Path(script.first.value("chdir") or "", output).parent
     refuse({f"the log goes to {output}, and not to the folder runs": folder.name != "runs"})
 
 
-def _trains_for(script: BatchJob, num_steps: int) -> None:
-    """That the training stops after so many steps; the whole recipe would take minutes."""
+def _check_training(script: BatchJob, num_steps: int) -> None:
+    """Check that the training stops after that many steps; the whole recipe would take minutes."""
     for launch in script.trainings:
         if launch.has_unknown_words or not launch.has(r"labcode\.train\b"):
             continue
@@ -228,7 +228,7 @@ def own_script(text: str, lab: Lab) -> None:
     """The learner's batch script: two nodes, a task for each of two ranks per node, ten steps.
 
     Args:
-        text: Of the script.
+        text: Text of the script.
         lab: Where it runs.
     """
     script = _silent(text)
@@ -238,11 +238,11 @@ def own_script(text: str, lab: Lab) -> None:
             "here srun is to start them: each task is a rank"
         )
         refuse({launcher: launch.is_agent})
-    _asks_for(script, ranks_per_node=2)
-    _fixes_the_share(script)
-    _asks_for_no_gpus(script)
-    _logs_to_runs(script)
-    _trains_for(script, FIRST_STEPS)
+    _check_request(script, ranks_per_node=2)
+    _check_fixed_share(script)
+    _check_no_gpus(script)
+    _check_log_folder(script)
+    _check_training(script, FIRST_STEPS)
     ended = run_script(lab, text, limit_s=240)
     _ran(ended, script)
     line = _one_training(ended)
@@ -299,19 +299,19 @@ def lasting_script(text: str, lab: Lab) -> None:
     It is sent USR1 when its log shows step 10, as SLURM does before the time limit.
 
     Args:
-        text: Of the script.
+        text: Text of the script.
         lab: Where it runs.
     """
     script = _silent(text)
-    _asks_for(script, ranks_per_node=1)
+    _check_request(script, ranks_per_node=1)
     asked = script.first.value("signal") or ""
     mistakes = {
         "no line asks SLURM for a signal before the time limit": not asked,
         f"--signal={asked} goes to the ranks, and not to this script": not asked.startswith("B:"),
     }
     refuse(mistakes)
-    _trains_for(script, STEPS)
-    _signals_and_requeues(script)
+    _check_training(script, STEPS)
+    _check_signal_and_requeue(script)
     folder = _fixed_folder(script)
     mistakes = {
         f"the results go to {folder}, whichever job it is: submit the script a second time, and "
@@ -329,7 +329,7 @@ def lasting_script(text: str, lab: Lab) -> None:
         print(f"the same script with ranks that fail: {state}")
 
 
-def _signals_and_requeues(script: BatchJob) -> None:
+def _check_signal_and_requeue(script: BatchJob) -> None:
     """No line does the one or the other to what it must not."""
     submits = script.found(r"(^|[\s;&|'\"({])sbatch\s")
     if submits:

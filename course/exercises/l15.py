@@ -603,7 +603,7 @@ def form(form: Any) -> None:
 
 
 def hybrid_form(form: Any) -> None:
-    """The same for a model that is cut between its layers and through them."""
+    """The learner's numbers for a model that is cut between its layers and through them."""
     tell(HYBRID_NUMBERS, _filled_in(form, "my_hybrid"))
 
 
@@ -656,7 +656,7 @@ def hybrid(
     run: Callable[[Job], Submitted],
     reference: Sequence[Mapping[str, float]],
 ) -> None:
-    """The same for 15.5; some steps of the job are recorded."""
+    """Check exercise 15.5 in the same way; some steps of the job are recorded."""
     hybrid_form(blanks)
     _check_run(run(job({**blanks, **RECORDED})), blanks, reference)
 
@@ -666,11 +666,11 @@ def _check_run(
 ) -> None:
     failed = f"the job ended as {done.outcome}: read {done.out}.log"
     refuse({failed: not done.outcome.ok})
-    _says_the_form(done, blanks)
-    _ends_with_the_loss(done, reference)
+    _check_form_line(done, blanks)
+    _check_final_loss(done, reference)
 
 
-def _says_the_form(done: Submitted, blanks: Mapping[str, Any]) -> None:
+def _check_form_line(done: Submitted, blanks: Mapping[str, Any]) -> None:
     """The first line of the log has the numbers of the form."""
     first = _FIRST.search(done.log)
     if first is None:
@@ -698,7 +698,7 @@ def _says_the_form(done: Submitted, blanks: Mapping[str, Any]) -> None:
     refuse(mistakes)
 
 
-def _ends_with_the_loss(done: Submitted, reference: Sequence[Mapping[str, float]]) -> None:
+def _check_final_loss(done: Submitted, reference: Sequence[Mapping[str, float]]) -> None:
     """The log comes to the last step, whose loss is that of another grid."""
     losses = {int(step): float(loss) for step, loss in _STEP.findall(done.log)}
     last_step = max(losses, default=0)

@@ -52,10 +52,10 @@ def at_peak(answer: Callable[..., Any]) -> None:
         case = f"a list {name}: "
         if not isinstance(found, Mapping):
             raise Hint(f"{case}return a dict, {{purpose: bytes}}, not {found!r}")
-        _is_at_peak(case, changes, {key: value for key, value in found.items() if value})
+        _check_at_peak(case, changes, {key: value for key, value in found.items() if value})
 
 
-def _is_at_peak(case: str, changes: list[tuple[str, int]], found: dict[str, Any]) -> None:
+def _check_at_peak(case: str, changes: list[tuple[str, int]], found: dict[str, Any]) -> None:
     now: Counter[str] = Counter()
     taken: Counter[str] = Counter()
     moments = []
@@ -105,9 +105,9 @@ def loss_in_chunks(answer: Any) -> None:
     due(answer)
     for num_chunks in (1, 2, 4, 22):
         for factor in (1.0, 3.0):
-            _is_the_plain_loss(answer, num_chunks, factor)
+            _check_plain_loss(answer, num_chunks, factor)
     for num_chunks in (16, 32):
-        _holds_a_chunk(answer, num_chunks)
+        _check_chunk_bytes(answer, num_chunks)
 
 
 def _inputs(num_tokens: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +118,7 @@ def _inputs(num_tokens: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tenso
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
-def _is_the_plain_loss(answer: Any, num_chunks: int, factor: float) -> None:
+def _check_plain_loss(answer: Any, num_chunks: int, factor: float) -> None:
     hidden, weight, targets = _inputs(NUM_TOKENS, VOCABULARY, torch.float64)
     plain = nn.functional.cross_entropy(hidden @ weight.T, targets)
     (factor * plain).backward()
@@ -166,7 +166,7 @@ def _is_the_plain_loss(answer: Any, num_chunks: int, factor: float) -> None:
         diagnose(what, found, truth, mistakes, otherwise)
 
 
-def _holds_a_chunk(answer: Any, num_chunks: int) -> None:
+def _check_chunk_bytes(answer: Any, num_chunks: int) -> None:
     """No tensor is as large as all logits, and the tensors of one chunk are gone with the next."""
     num_tokens = 1024
     vocabulary = 512
@@ -265,12 +265,12 @@ def checkpointing(answer: Any) -> None:
         plain = _trial(_run_plainly, dropout, first, second)
         with without(*PYTORCHS):
             own = _trial(answer.apply, dropout, first, second)
-        _runs_twice(case, own, plain)
-        _has_gradients(case, own, plain, dropout)
+        _check_runs_twice(case, own, plain)
+        _check_gradients(case, own, plain, dropout)
         refuse({MOVED: not torch.equal(own.drawn, plain.drawn)}, case)
-    _takes_tokens(answer)
-    _keeps_little(answer)
-    _adds_up(answer)
+    _check_tokens(answer)
+    _check_kept_bytes(answer)
+    _check_sum(answer)
 
 
 def _run_plainly(block: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -328,7 +328,7 @@ def _explained() -> Iterator[None]:
         raise
 
 
-def _runs_twice(case: str, own: _Trial, plain: _Trial) -> None:
+def _check_runs_twice(case: str, own: _Trial, plain: _Trial) -> None:
     """The block runs in forward without autograd, and in backward with it."""
     mistakes = {
         "`block` never ran": not own.runs,
@@ -347,7 +347,7 @@ def _runs_twice(case: str, own: _Trial, plain: _Trial) -> None:
     refuse(mistakes, case)
 
 
-def _has_gradients(case: str, own: _Trial, plain: _Trial, dropout: float) -> None:
+def _check_gradients(case: str, own: _Trial, plain: _Trial, dropout: float) -> None:
     for name, expected in plain.grads.items():
         found = own.grads[name]
         what = f"{case}the gradient of the {name} "
@@ -369,7 +369,7 @@ def _has_gradients(case: str, own: _Trial, plain: _Trial, dropout: float) -> Non
         diagnose(what, found, expected, mistakes, otherwise)
 
 
-def _takes_tokens(answer: Any) -> None:
+def _check_tokens(answer: Any) -> None:
     """A block whose second input is whole numbers, such as tokens: they can have no gradient."""
     table = torch.arange(24, dtype=torch.float64).view(8, 3)
     tokens = torch.tensor([1, 5, 7])
@@ -386,7 +386,7 @@ def _takes_tokens(answer: Any) -> None:
     diagnose(case, x.grad, table[tokens], {}, "the gradient of the other input is wrong")
 
 
-def _keeps_little(answer: Any) -> None:
+def _check_kept_bytes(answer: Any) -> None:
     block = _Block(0.0)
     x = torch.randn(640, 6, dtype=torch.float64, requires_grad=True)
     scale = torch.ones(6, dtype=torch.float64)
@@ -406,7 +406,7 @@ def _keeps_little(answer: Any) -> None:
     refuse(mistakes)
 
 
-def _adds_up(answer: Any) -> None:
+def _check_sum(answer: Any) -> None:
     """Two blocks one behind the other, and gradients that are added up over two backwards."""
     own = _twice_backward(answer.apply)
     for found, expected in zip(own, _twice_backward(_run_plainly)):
@@ -462,20 +462,20 @@ def policy(answer: Callable[..., Any]) -> None:
         plain = _step(None, bias)
         own = _step(answer, bias)
         for op, values in own.answers.items():
-            _is_a_policy(f"{case}for {op}: ", values)
+            _check_policy(f"{case}for {op}: ", values)
         twice = own.ran - plain.ran
         for name in twice:
             raise Hint(f"{case}{name} runs again in backward: is its output kept?")
-        _keeps_ten(case, own)
+        _check_ten_kept(case, own)
 
 
-def _is_a_policy(case: str, values: list[Any]) -> None:
+def _check_policy(case: str, values: list[Any]) -> None:
     for value in values:
         if not isinstance(due(value), CheckpointPolicy | bool):
             raise Hint(f"{case}it returned {value!r}, expected is one of CheckpointPolicy's")
 
 
-def _keeps_ten(case: str, own: _Step) -> None:
+def _check_ten_kept(case: str, own: _Step) -> None:
     if own.kept < KEPT + 0.5:
         return
     saved = []
@@ -593,9 +593,9 @@ def offloading(answer: Any) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         hooks = answer(folder, stays)
-        _moves_one(hooks, folder, model)
+        _check_one_moved(hooks, folder, model)
         for case in ("", "in the second step: "):
-            _moves_a_step(case, hooks, folder, model, x)
+            _check_step_moved(case, hooks, folder, model, x)
             for weight, (found, expected) in zip(("up", "down"), zip(_grads_of(model), plain)):
                 about = f"{case}the gradient of `{weight}` is "
                 otherwise = "wrong: does each tensor have a file of its own, and is it read back?"
@@ -608,7 +608,7 @@ def _grads_of(model: nn.Module) -> list[Any]:
     return found
 
 
-def _moves_one(hooks: Any, folder: Path, model: nn.Module) -> None:
+def _check_one_moved(hooks: Any, folder: Path, model: nn.Module) -> None:
     """A weight stays, and parts of a tensor go to files and come back."""
     weight = next(model.parameters()).detach().t()
     given = due(hooks.pack(weight))
@@ -620,10 +620,10 @@ def _moves_one(hooks: Any, folder: Path, model: nn.Module) -> None:
     refuse({"`unpack` returned something else for a weight": back is not weight})
     whole = torch.arange(40_000, dtype=torch.float32).view(200, 200)
     for part in (whole[:, 3:7], whole[3:7]):
-        _moves_a_part(hooks, folder, part)
+        _check_part_moved(hooks, folder, part)
 
 
-def _moves_a_part(hooks: Any, folder: Path, part: Tensor) -> None:
+def _check_part_moved(hooks: Any, folder: Path, part: Tensor) -> None:
     """Columns or rows of a larger tensor, which go to a file alone and come back."""
     kept = due(hooks.pack(part))
     files = list(folder.rglob("*"))
@@ -646,7 +646,7 @@ def _moves_a_part(hooks: Any, folder: Path, part: Tensor) -> None:
     refuse(mistakes)
 
 
-def _moves_a_step(case: str, hooks: Any, folder: Path, model: nn.Module, x: Tensor) -> None:
+def _check_step_moved(case: str, hooks: Any, folder: Path, model: nn.Module, x: Tensor) -> None:
     losses = []
 
     def forward() -> None:
@@ -682,12 +682,12 @@ def choose(answer: Callable[..., Any], runs_for_real: bool = True) -> None:
         none = "it returned None: is there a `return`? Some settings do fit"
         refuse({none: settings is None}, f"{case.about}: ")
         chosen.append(due(settings))
-        _is_good(case, settings)
+        _check_good(case, settings)
     if runs_for_real:
-        _fits_for_real(CASES[0], chosen[0])
+        _check_fits_for_real(CASES[0], chosen[0])
 
 
-def _is_good(case: Case, settings: Any) -> None:
+def _check_good(case: Case, settings: Any) -> None:
     """It keeps the global batch, fits, and is nearly the fastest that does."""
     if not isinstance(settings, Settings):
         raise Hint(f"return Settings(...), not {settings!r}")
@@ -745,7 +745,7 @@ def _why(case: Case, settings: Settings) -> str:
     return ": " + " Or ".join(asked) if asked else ""
 
 
-def _fits_for_real(case: Case, settings: Settings) -> None:
+def _check_fits_for_real(case: Case, settings: Settings) -> None:
     outcome = train_within(case.model, settings, case.room_bytes)
     last = outcome.log.strip().rpartition("\n")[2]
     fails = f"{case.about}: in a process with this limit it fails: {last[-200:]}"

@@ -143,13 +143,13 @@ def _wrong_checksum(content: bytes, files: Files) -> str:
 def save_atomically(save: Save) -> None:
     """The learner's `save(folder, step, files, keep)`."""
     with without(l17_run.save, l17_run.write), _without_a_disk():
-        _saves_and_keeps(save)
-        _orders_its_work(save)
-        _survives_kills(save)
-        _clears_up_before(save)
+        _check_save(save)
+        _check_order(save)
+        _check_kills(save)
+        _check_cleared_before(save)
 
 
-def _saves_and_keeps(save: Save) -> None:
+def _check_save(save: Save) -> None:
     with _folder() as folder:
         for step in (4, 8, 12, 100):
             save(folder, step, _files(step), 2)
@@ -169,7 +169,7 @@ def _saves_and_keeps(save: Save) -> None:
         refuse({f"keep=1, after step 104: the folder holds {names}": not only_one})
 
 
-def _orders_its_work(save: Save) -> None:
+def _check_order(save: Save) -> None:
     """What a loss of power could undo: names that were on the disk before their content."""
     with _folder() as folder:
         save(folder, 4, _files(4), 1)
@@ -224,7 +224,7 @@ def _unsynced_name(step: int) -> str:
     )
 
 
-def _survives_kills(save: Save) -> None:
+def _check_kills(save: Save) -> None:
     """Killed before each operation, with keep=1; then the run comes back and saves again."""
     for at in range(500):
         with _folder() as folder:
@@ -234,12 +234,12 @@ def _survives_kills(save: Save) -> None:
             if len(seen.names) <= at:
                 return
             killed = f"killed before {seen.names[at]!r}"
-            _leaves_a_whole_one(folder, f"{killed} of step 8: ")
-            _comes_back(save, folder, f"{killed}, and then started again: ")
+            _check_whole_one_left(folder, f"{killed} of step 8: ")
+            _check_read_back(save, folder, f"{killed}, and then started again: ")
     raise Hint("one save makes more than 500 operations on the disk")
 
 
-def _leaves_a_whole_one(folder: Path, case: str) -> None:
+def _check_whole_one_left(folder: Path, case: str) -> None:
     new = _damage(folder, 8)
     old = _damage(folder, 4)
     mistakes = {
@@ -252,7 +252,7 @@ def _leaves_a_whole_one(folder: Path, case: str) -> None:
     refuse(mistakes, case)
 
 
-def _comes_back(save: Save, folder: Path, case: str) -> None:
+def _check_read_back(save: Save, folder: Path, case: str) -> None:
     try:
         save(folder, 8, _files(8), 1)
     except OSError as error:
@@ -269,7 +269,7 @@ def _comes_back(save: Save, folder: Path, case: str) -> None:
         refuse({still: not is_right}, case)
 
 
-def _clears_up_before(save: Save) -> None:
+def _check_cleared_before(save: Save) -> None:
     """Leftovers of another attempt, and a damaged checkpoint of the same step."""
     with _folder() as folder:
         with operations(folder) as seen:
@@ -329,10 +329,10 @@ def reshard(reshard: Callable[..., Any]) -> None:
             whole = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
             for box in wanted:
                 case = f"{what}: the box at {box.offsets} of sizes {box.sizes}: "
-                _is_read(case, reshard, whole, boxes, box)
+                _check_read(case, reshard, whole, boxes, box)
 
 
-def _is_read(
+def _check_read(
     case: str, reshard: Callable[..., Any], whole: Tensor, boxes: Sequence[Box], box: Box
 ) -> None:
     reads: list[Box] = []
@@ -453,7 +453,7 @@ def _attempt(
 
     Args:
         train: It.
-        folder: Of the checkpoints.
+        folder: Folder of the checkpoints.
         num_steps: Its argument.
         die_before: Number of its own steps that it may make; None: all.
         die_in_save: In which of its saves it is killed, from 0; None: in none.
@@ -506,21 +506,21 @@ def _damage_newest(folder: Path, number: int) -> None:
 def restart_loop(train: Train) -> None:
     """The learner's `train(folder, num_steps, every)`, killed in several ways."""
     truth = _undisturbed()
-    _saves_two(train, truth)
-    _resumes("killed in step 8: ", train, truth, first=6, die_before=7)
-    _resumes("killed in step 2: ", train, truth, first=0, die_before=1)
-    _resumes("killed while it saved after step 6: ", train, truth, first=3, die_in_save=1)
+    _check_two_saves(train, truth)
+    _check_resumes("killed in step 8: ", train, truth, first=6, die_before=7)
+    _check_resumes("killed in step 2: ", train, truth, first=0, die_before=1)
+    _check_resumes("killed while it saved after step 6: ", train, truth, first=3, die_in_save=1)
     case = "the newest checkpoint is damaged: "
-    _resumes(case, train, truth, first=3, damaged=1, die_before=7)
-    _stops_if_none_is_whole(train)
-    _is_killed_twice(train, truth)
-    _has_nothing_to_do(train)
+    _check_resumes(case, train, truth, first=3, damaged=1, die_before=7)
+    _check_stops_if_none_is_whole(train)
+    _check_killed_twice(train, truth)
+    _check_nothing_to_do(train)
 
 
-def _saves_two(train: Train, truth: Truth) -> None:
+def _check_two_saves(train: Train, truth: Truth) -> None:
     with _folder() as folder:
         returned, _ = _attempt(train, folder)
-        _returns_losses("undisturbed: ", returned, truth, first=0)
+        _check_losses("undisturbed: ", returned, truth, first=0)
         steps = [path.name for path in l17_run.checkpoints(folder)]
         newest = [_named(6), _named(9)]
         wrong = (
@@ -530,7 +530,7 @@ def _saves_two(train: Train, truth: Truth) -> None:
         refuse({wrong: steps[:2] != newest})
 
 
-def _resumes(
+def _check_resumes(
     case: str, train: Train, truth: Truth, first: int, damaged: int = 0, **killed: int
 ) -> None:
     """Kill it once, start it again, and compare with the run that nobody has killed.
@@ -538,10 +538,10 @@ def _resumes(
     Args:
         case: What happens.
         train: The learner's function.
-        truth: Of the undisturbed run.
-        first: Steps that are done when it goes on.
-        damaged: So many of the newest checkpoints are cut off before it goes on.
-        killed: Of `_attempt`: when the first attempt dies.
+        truth: States and losses of the undisturbed run.
+        first: Steps that are done when it resumes.
+        damaged: Number of the newest checkpoints that are cut off before it resumes.
+        killed: When the first attempt dies, as `_attempt` takes it.
     """
     with _folder() as folder:
         _attempt(train, folder, **killed)
@@ -561,10 +561,12 @@ def _resumes(
                 f"{case}{reason(error)}. Is it known to be whole before it is used? Its name and "
                 "its checksums say so"
             ) from error
-        _goes_on(case, returned, began, truth, first)
+        _check_continued(case, returned, began, truth, first)
 
 
-def _goes_on(case: str, returned: Any, began: list[State], truth: Truth, first: int) -> None:
+def _check_continued(
+    case: str, returned: Any, began: list[State], truth: Truth, first: int
+) -> None:
     """The second attempt begins with the state that was saved, and makes the rest."""
     if not began:
         raise Hint(f"{case}the second attempt makes no step")
@@ -592,14 +594,14 @@ def _goes_on(case: str, returned: Any, began: list[State], truth: Truth, first: 
             text += " And does nothing draw from it after that?"
         mistakes[text] = sign
     refuse(mistakes, case)
-    _returns_losses(case, returned, truth, first)
+    _check_losses(case, returned, truth, first)
 
 
 def _same_state(one: State, other: State) -> bool:
     return all(_are_equal(one[name], other[name]) for name in one)
 
 
-def _returns_losses(case: str, found: Any, truth: Truth, first: int) -> None:
+def _check_losses(case: str, found: Any, truth: Truth, first: int) -> None:
     found = due(found)
     if not isinstance(found, Mapping):
         raise Hint(f"{case}give a dictionary, step: loss; found {type(found).__name__}")
@@ -619,16 +621,16 @@ def _range(steps: Mapping[Any, Any]) -> str:
     return f"{min(steps)} to {max(steps)}" if steps else "none"
 
 
-def _is_killed_twice(train: Train, truth: Truth) -> None:
+def _check_killed_twice(train: Train, truth: Truth) -> None:
     with _folder() as folder:
         _attempt(train, folder, die_before=4)
         _, began = _attempt(train, folder, die_before=4)
         refuse({"killed twice: the second attempt makes no fourth step": len(began) != 4})
         returned, began = _attempt(train, folder)
-        _goes_on("killed in step 5, then in step 8: ", returned, began, truth, first=6)
+        _check_continued("killed in step 5, then in step 8: ", returned, began, truth, first=6)
 
 
-def _stops_if_none_is_whole(train: Train) -> None:
+def _check_stops_if_none_is_whole(train: Train) -> None:
     """All checkpoints are damaged: somebody has to look before they are overwritten."""
     with _folder() as folder:
         _attempt(train, folder, die_before=7)
@@ -643,7 +645,7 @@ def _stops_if_none_is_whole(train: Train) -> None:
         )
 
 
-def _has_nothing_to_do(train: Train) -> None:
+def _check_nothing_to_do(train: Train) -> None:
     with _folder() as folder:
         _attempt(train, folder, num_steps=2 * EVERY)
         returned, began = _attempt(train, folder, num_steps=2 * EVERY)
@@ -686,7 +688,7 @@ def replay(suspects: Suspects) -> None:
                     raise
                 raise Hint(f"{what}: {reason(error)}") from error
             refuse({"it has changed one of the lists": given != (own, again)}, f"{what}: ")
-            _are_suspected(f"{what}: own={own}, again={again}: ", found, truth, num_ranks)
+            _check_suspected(f"{what}: own={own}, again={again}: ", found, truth, num_ranks)
 
 
 def _checksums(num_ranks: int, wrong: set[tuple[int, int]]) -> tuple[list[str], list[str]]:
@@ -701,7 +703,7 @@ def _checksums(num_ranks: int, wrong: set[tuple[int, int]]) -> tuple[list[str], 
     return own, again
 
 
-def _are_suspected(case: str, found: Any, truth: list[int], num_ranks: int) -> None:
+def _check_suspected(case: str, found: Any, truth: list[int], num_ranks: int) -> None:
     if isinstance(found, tuple | set | frozenset):
         raise Hint(f"{case}found {found!r}: give a list, in rising order")
     if not isinstance(found, list):
@@ -764,10 +766,10 @@ def plan(make_plan: Callable[..., Any]) -> None:
     kind, interval_s, least = _best(site)
     print(f"labcode's plan: {_in_parts(least)}  ({kind}, every {interval_s:.0f} s)")
     for other in (l17_plan.OTHER_SITE, l17_plan.THIRD_SITE):
-        _plans_elsewhere(make_plan, other)
+        _check_other_cluster(make_plan, other)
 
 
-def _plans_elsewhere(make_plan: Callable[..., Any], other: l17_plan.Site) -> None:
+def _check_other_cluster(make_plan: Callable[..., Any], other: l17_plan.Site) -> None:
     try:
         answer = _plan_for(other, make_plan)
         _judge(answer, _simulated(other, answer["kind"], answer["interval_s"]), other)
@@ -825,7 +827,7 @@ def _judge(answer: Plan, cost: l17_plan.Cost, site: l17_plan.Site) -> None:
         ),
     }
     refuse(mistakes)
-    _knows_its_mtbf(answer["mtbf_s"], site)
+    _check_mtbf(answer["mtbf_s"], site)
     kind, _, least = _best(site)
     largest = "saving" if cost.saving > cost.lost else "work that is done again"
     question = f"Of yours, {largest} is the larger part: what lowers it?"
@@ -842,7 +844,7 @@ def _judge(answer: Plan, cost: l17_plan.Cost, site: l17_plan.Site) -> None:
     refuse(mistakes)
 
 
-def _knows_its_mtbf(mtbf_s: float, site: l17_plan.Site) -> None:
+def _check_mtbf(mtbf_s: float, site: l17_plan.Site) -> None:
     """The mean time between what ends the run without a save."""
     truth = l17_plan.mtbf_s(site)
     hardware_s = site.gpu_mtbf_s / site.gpus

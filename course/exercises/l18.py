@@ -55,7 +55,7 @@ class _EightBits(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _stays_zeros(case: str, whole: Tensor, scale: float) -> None:
+def _check_zeros(case: str, whole: Tensor, scale: float) -> None:
     """Zeros alone have the scale 1."""
     mistakes = {
         f"the scale is {scale:g}, expected is 1": scale != 1,
@@ -157,12 +157,12 @@ def cast(answer: Callable[..., Any]) -> None:
             ),
         }
         refuse(mistakes, case)
-        _is_cast(name, x.flatten(), found.flatten())
+        _check_cast(name, x.flatten(), found.flatten())
         names = ", ".join(str(dtype) for _, dtype in seen.calls[:1])
         refuse({f"your code uses {names}: use arithmetic alone here": bool(seen.calls)})
 
 
-def _is_cast(name: str, x: Tensor, found: Tensor) -> None:
+def _check_cast(name: str, x: Tensor, found: Tensor) -> None:
     """Equal to PyTorch's cast in every bit; clamped, because it saturates from 2.13 on only."""
     truth = x.clamp(-LARGEST, LARGEST).to(E4M3).float()
     both_nan = found.isnan() & truth.isnan()
@@ -245,13 +245,13 @@ def quantize(answer: Callable[..., Any]) -> None:
             }
             refuse(mistakes, case)
             if x.any():
-                _lands_at_the_end(case, x, dtype, scale.item())
-                _is_scaled(case, x, q, scale.item())
+                _check_end_of_range(case, x, dtype, scale.item())
+                _check_scaled(case, x, q, scale.item())
             else:
-                _stays_zeros(case, q.float(), scale.item())
+                _check_zeros(case, q.float(), scale.item())
 
 
-def _lands_at_the_end(case: str, x: Tensor, dtype: torch.dtype, found: float) -> None:
+def _check_end_of_range(case: str, x: Tensor, dtype: torch.dtype, found: float) -> None:
     """The scale makes the largest number that of the format."""
     largest = torch.finfo(dtype).max
     largest_of_other = torch.finfo(E4M3 if dtype == E5M2 else E5M2).max
@@ -270,7 +270,7 @@ def _lands_at_the_end(case: str, x: Tensor, dtype: torch.dtype, found: float) ->
     diagnose(case, found, truth, mistakes, f"{largest:g} / amax", tolerance=1e-5)
 
 
-def _is_scaled(case: str, x: Tensor, q: Tensor, scale: float) -> None:
+def _check_scaled(case: str, x: Tensor, q: Tensor, scale: float) -> None:
     largest = torch.finfo(q.dtype).max
     truth = (x.float() * scale).clamp(-largest, largest).to(q.dtype).float()
     wrong = (q.float() != truth).nonzero()
@@ -304,7 +304,7 @@ def delayed(answer: Callable[..., Any]) -> None:
     """The learner's class `DelayedScaling(length, largest, margin)`."""
     one = due(answer(3, 448.0))
     other = answer(3, 448.0)
-    _has_scale_of("before the first record: ", other, [], 3, 448.0, margin=0)
+    _check_scale_of("before the first record: ", other, [], 3, 448.0, margin=0)
     bounded(LOOP, one.record, 7.0)
     shared = "two objects share one history: every tensor needs its own, made in __init__"
     refuse({shared: other.scale() != 1})
@@ -312,11 +312,11 @@ def delayed(answer: Callable[..., Any]) -> None:
         own = answer(length, largest, margin)
         for step, amax in enumerate(amaxes):
             case = f"{name}, step {step}, amaxes so far {amaxes[:step]}, length {length}: "
-            _has_scale_of(case, own, amaxes[:step], length, largest / 2**margin, margin)
+            _check_scale_of(case, own, amaxes[:step], length, largest / 2**margin, margin)
             bounded(LOOP, own.record, amax)
 
 
-def _has_scale_of(
+def _check_scale_of(
     case: str, own: Any, amaxes: Sequence[float], length: int, largest: float, margin: int
 ) -> None:
     """Its scale is that of a history.
@@ -325,7 +325,7 @@ def _has_scale_of(
         case: What a hint begins with.
         own: The learner's object.
         amaxes: What was recorded, oldest first.
-        length: Of the history.
+        length: Length of the history.
         largest: Where the largest amax of the history is to land, the margin below the end.
         margin: In powers of two.
     """
@@ -393,14 +393,14 @@ def linear(answer: Any) -> None:
         kept: list[Tensor] = []
         output = due(_applied(answer, x, weight, kept))
         tensor(output, dy.shape, what=f"{case}y is")
-        _is_product(case, x, weight, output)
+        _check_product(case, x, weight, output)
         with _EightBits() as seen:
             _run_backward(case, output, dy)
-        _has_gradients(case, x, weight, dy)
+        _check_gradients(case, x, weight, dy)
         num_casts = seen.calls.count(("_to_copy", E5M2))
         text = f"dy is cast to e5m2 {num_casts} times, and once is enough for both products"
         refuse({text: num_casts > 1}, case)
-        _keeps_eight_bits(case, kept, output, x.numel() + weight.numel())
+        _check_eight_bits_kept(case, kept, output, x.numel() + weight.numel())
     _inside_a_network(answer)
 
 
@@ -414,7 +414,7 @@ def _applied(answer: Any, x: Tensor, weight: Tensor, kept: list[Tensor]) -> Any:
         return answer.apply(x, weight)
 
 
-def _is_product(case: str, x: Tensor, weight: Tensor, output: Tensor) -> None:
+def _check_product(case: str, x: Tensor, weight: Tensor, output: Tensor) -> None:
     """The product of two operands in e4m3, summed in float32."""
     mistakes = {
         f"y is {output.dtype}, expected is {x.dtype}, as x is": output.dtype != x.dtype,
@@ -457,7 +457,7 @@ def _run_backward(case: str, output: Tensor, dy: Tensor) -> None:
         raise
 
 
-def _has_gradients(case: str, x: Tensor, weight: Tensor, dy: Tensor) -> None:
+def _check_gradients(case: str, x: Tensor, weight: Tensor, dy: Tensor) -> None:
     """Both products of backward have operands of 8 bits."""
     if x.grad is None or weight.grad is None:
         raise Hint(f"{case}{'x' if x.grad is None else 'the weight'} got no gradient")
@@ -492,7 +492,7 @@ def _has_gradients(case: str, x: Tensor, weight: Tensor, dy: Tensor) -> None:
     diagnose(f"{case}dW is not right: ", weight.grad, truth, mistakes, otherwise, tolerance=ONCE)
 
 
-def _keeps_eight_bits(case: str, kept: Sequence[Tensor], output: Tensor, enough: int) -> None:
+def _check_eight_bits_kept(case: str, kept: Sequence[Tensor], output: Tensor, enough: int) -> None:
     """What is kept for backward are `enough` numbers of 8 bits, and scales."""
     everything = [*kept, *_attributes(output.grad_fn)]
     for one in everything:
@@ -536,7 +536,7 @@ def reduce_amaxes(answer: Callable[..., Any], ranks: Ranks | None = None) -> str
     """The learner's `reduce_amaxes(amaxes, group)`."""
     ours = own_answers(fp8.reduced_amaxes)
     for count in COUNTS:
-        judge = partial(_is_reduced, count=count)
+        judge = partial(_check_reduced, count=count)
         outcome = in_groups(_reduce, answer, count, judge=judge, ours=ours)
     return confirm_in_group(ranks, outcome, _reduce, answer, count)
 
@@ -568,7 +568,7 @@ def _in_one_tensor(found: Any, count: int) -> Tensor:
     return torch.stack([torch.as_tensor(value).float().reshape(()) for value in found])
 
 
-def _is_reduced(
+def _check_reduced(
     results: list[Tensor], outcome: Outcome, members: Sequence[int], count: int
 ) -> None:
     """The largest of the group for each tensor, by one collective."""
@@ -596,13 +596,13 @@ def _is_reduced(
 
 
 class _Weight(NamedTuple):
-    """A weight of which each rank has some rows.
+    """A weight; each rank has some of its rows.
 
     Args:
-        rows: Of each rank.
-        columns: Of all.
-        size: Of its numbers, about.
-        dtype: Of the shards.
+        rows: Number of rows of each rank.
+        columns: Number of columns, the same on all.
+        size: Rough size of its numbers.
+        dtype: Dtype of the shards.
     """
 
     rows: int
@@ -638,7 +638,7 @@ MOST_OTHERS = 0.03  # of numbers may lie at a tie, and fall to its other side
 def gather_fp8(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `gather_fp8(shard, group)`."""
     for weight in WEIGHTS:
-        judge = partial(_is_gathered, weight=weight)
+        judge = partial(_check_gathered, weight=weight)
         outcome = in_groups(_gather, answer, weight, judge=judge)
     return confirm_in_group(ranks, outcome, _gather, answer, weight)
 
@@ -679,7 +679,7 @@ def _gathered(found: Any, shape: torch.Size) -> _Gathered:
     return _Gathered(whole.float(), found_scale.item())
 
 
-def _is_gathered(
+def _check_gathered(
     results: list[_Gathered], outcome: Outcome, members: Sequence[int], weight: _Weight
 ) -> None:
     """On each rank what one process gets, by about one byte for each number."""
@@ -691,10 +691,10 @@ def _is_gathered(
         refuse(careless(calls), case)
         found = results[place]
         if weight.size == 0:
-            _stays_zeros(f"{case}the whole weight is zeros: ", found.whole, found.scale)
+            _check_zeros(f"{case}the whole weight is zeros: ", found.whole, found.scale)
         else:
-            _has_the_scale(case, found, shards, place)
-            _is_cast_once(case, found, shards)
+            _check_the_scale(case, found, shards, place)
+            _check_cast_once(case, found, shards)
         moved = sum(call.num_bytes for call in calls)
         too_many = (
             f"{moved} bytes travel and {enough} are enough: in which dtype is the shard when it "
@@ -712,7 +712,7 @@ def _of_dtype(shards: Sequence[Tensor]) -> str:
     return "" if dtype == torch.float32 else f"with shards in {dtype}, "
 
 
-def _has_the_scale(case: str, found: _Gathered, shards: Sequence[Tensor], place: int) -> None:
+def _check_the_scale(case: str, found: _Gathered, shards: Sequence[Tensor], place: int) -> None:
     scale = _scale_of(torch.cat(list(shards)))
     mistakes = {
         f"the scale {found.scale:g} is that of this rank's shard: the largest number may lie on "
@@ -729,7 +729,7 @@ def _has_the_scale(case: str, found: _Gathered, shards: Sequence[Tensor], place:
     diagnose(case, found.scale, scale, mistakes, otherwise, tolerance=1e-4)
 
 
-def _is_cast_once(case: str, found: _Gathered, shards: Sequence[Tensor]) -> None:
+def _check_cast_once(case: str, found: _Gathered, shards: Sequence[Tensor]) -> None:
     exact = torch.cat(list(shards)).float()
     once = (exact * _scale_of(exact)).clamp(-LARGEST, LARGEST).to(E4M3).float()
     off = (found.whole / found.scale - exact).abs() / exact.abs().max()
@@ -771,7 +771,7 @@ def choose(answer: Callable[..., Any]) -> None:
     for name, x in _to_choose_for().items():
         for most_error in BOUNDS:
             case = f"{name}, at most {most_error:g}: "
-            _is_chosen(case, _chosen(answer, x, l18_gpt.OPTIONS, most_error), x, most_error)
+            _check_chosen(case, _chosen(answer, x, l18_gpt.OPTIONS, most_error), x, most_error)
     x = l18_gpt.cases()["ordinary numbers"]
     renamed = {f"format {name}": option for name, option in reversed(l18_gpt.OPTIONS.items())}
     found = _chosen(answer, x, renamed, 0.03)
@@ -779,7 +779,7 @@ def choose(answer: Callable[..., Any]) -> None:
         raise Hint(
             f"with options of other names it returned {found!r}: it must be a name in `options`"
         )
-    _is_chosen(
+    _check_chosen(
         "with the options in another order: ", found.removeprefix("format "), x, most_error=0.03
     )
 
@@ -798,9 +798,11 @@ def _to_choose_for() -> dict[str, Tensor]:
     cases = l18_gpt.cases()
     ruined = cases["ordinary numbers"].clone()
     ruined[3, 5] = math.nan
-    some_zeros = cases["ordinary numbers"] * (torch.arange(512) % 3 == 0)
+    every_third = torch.arange(512) % 3 == 0
+    some_zeros = cases["ordinary numbers"] * every_third
     # a block has a single number here: who leaves the zeros out makes other blocks
-    alone = cases["40 powers of two"].T.reshape(64, 512) * (torch.arange(512) % 16 == 0)
+    first_of_block = torch.arange(512) % 16 == 0
+    alone = cases["40 powers of two"].T.reshape(64, 512) * first_of_block
     whole = {
         **cases,
         "two of three are zeros": some_zeros,
@@ -810,7 +812,7 @@ def _to_choose_for() -> dict[str, Tensor]:
     return {name: x[:16] for name, x in whole.items()}
 
 
-def _is_chosen(case: str, found: Any, x: Tensor, most_error: float) -> None:
+def _check_chosen(case: str, found: Any, x: Tensor, most_error: float) -> None:
     """The cheapest that is good enough; None if there is none."""
     options = l18_gpt.OPTIONS
     best = l18_gpt.cheapest(x, most_error)

@@ -38,14 +38,14 @@ def _params(*grads: Sequence[float] | None) -> list[nn.Parameter]:
 
 def scaler(answer: Callable[..., Any]) -> None:
     """The learner's `Scaler`."""
-    _scales(answer)
-    _unscales(answer)
-    _finds_what_is_not_finite(answer)
-    _updates(answer)
+    _check_scaled(answer)
+    _check_unscaled(answer)
+    _check_finds_non_finite(answer)
+    _check_update(answer)
     _in_turn(answer)
 
 
-def _scales(answer: Callable[..., Any]) -> None:
+def _check_scaled(answer: Callable[..., Any]) -> None:
     weight = nn.Parameter(torch.tensor([1.0, 2.0]))
     of_loss = torch.tensor([3.0, 5.0])
     truth = 8 * of_loss
@@ -61,7 +61,7 @@ def _scales(answer: Callable[..., Any]) -> None:
     refuse({changed: loss.item() != 13})
 
 
-def _unscales(answer: Callable[..., Any]) -> None:
+def _check_unscaled(answer: Callable[..., Any]) -> None:
     own = answer(scale=8.0)
     params = _params([8.0, -16.0], None, [4.0])
     finite = own.unscale(iter(params))
@@ -85,7 +85,7 @@ def _unscales(answer: Callable[..., Any]) -> None:
     refuse(mistakes)
 
 
-def _finds_what_is_not_finite(answer: Callable[..., Any]) -> None:
+def _check_finds_non_finite(answer: Callable[..., Any]) -> None:
     for what, grads in NOT_FINITE.items():
         finite = bool(due(answer(scale=8.0).unscale(iter(_params(*grads)))))
         in_a_list = bool(due(answer(scale=8.0).unscale(_params(*grads))))
@@ -97,7 +97,7 @@ def _finds_what_is_not_finite(answer: Callable[..., Any]) -> None:
     refuse({hint: not healthy})
 
 
-def _updates(answer: Callable[..., Any]) -> None:
+def _check_update(answer: Callable[..., Any]) -> None:
     """With a growth interval of 3: what each step says, and the scale after it."""
     story = [
         (True, 8.0, "after one good step"),
@@ -124,7 +124,7 @@ def _updates(answer: Callable[..., Any]) -> None:
 
 
 def _in_turn(answer: Callable[..., Any]) -> None:
-    """As a training calls them: unscale, then update with what it said."""
+    """Call both as a training does: unscale, then update with what it said."""
     own = answer(scale=2.0, growth_interval=3)
     overflows = (True, True, False, False, False, True, False, False, False)
     truths = (1.0, 0.5, 0.5, 0.5, 1.0, 0.5, 0.5, 0.5, 1.0)
@@ -182,14 +182,14 @@ class _Training:
 
     Args:
         step: Does one of them.
-        max_norm: Of the gradients.
+        max_norm: Largest norm of the gradients.
         overflows_at: Number of the step in which the gradients overflow; None: in none.
 
     Attributes:
         events: Which methods of the scaler were called.
         flags: What `update` was given.
         seen: What has happened at least once.
-        dtypes: Of the logits.
+        dtypes: Dtypes of the logits.
         gradients: That reached the optimizer, a row for each of its steps.
         left: The gradients after each call of `step`.
         moved: How far the weights went in all.
@@ -219,7 +219,7 @@ class _Training:
         self.moved = _weights(self.model) - before
 
     def backward(self, loss: Tensor) -> None:
-        """Of a scaler; its gradients are not finite in the step that overflows."""
+        """Backward of a scaler; its gradients are not finite in the step that overflows."""
         is_first = self.events[-1:] != ["backward"]
         if is_first and bool(_gradient(self.model).any()):
             self.seen.add("gradients of the step before")
@@ -230,14 +230,14 @@ class _Training:
         (loss * (math.inf if overflows else self.scale)).backward()
 
     def unscale(self, params: Iterable[nn.Parameter]) -> bool:
-        """Of a scaler."""
+        """The scaler's unscale."""
         self.events.append("unscale")
         grads = [param.grad for param in params if param.grad is not None]
         torch._foreach_div_(grads, self.scale)
         return all(bool(grad.isfinite().all()) for grad in grads)
 
     def update(self, finite: Any) -> None:
-        """Of a scaler; in so few steps the scale does not grow."""
+        """The scaler's update; in so few steps the scale does not grow."""
         self.events.append("update")
         self.flags.append(finite)
         if not finite:
@@ -304,11 +304,11 @@ def _plain_training(max_norm: float, steps: Iterable[int] = range(NUM_STEPS)) ->
 def train_step(answer: Step) -> None:
     """The learner's `train_step(model, optimizer, scaler, micro_batches, max_norm)`."""
     free = _Training(answer, NO_LIMIT)
-    _uses_the_scaler(free)
-    _runs_in_autocast(free)
-    _has_gradient(free.gradients[0])
+    _check_scaler_used(free)
+    _check_autocast(free)
+    _check_gradient(free.gradients[0])
     clipped = _Training(answer, MAX_NORM)
-    _is_clipped(clipped)
+    _check_clipped(clipped)
     for run, max_norm in ((free, NO_LIMIT), (clipped, MAX_NORM)):
         otherwise = (
             f"the first gradient is right, but after {NUM_STEPS} steps with max_norm={max_norm:g} "
@@ -316,10 +316,10 @@ def train_step(answer: Step) -> None:
             "something else than the optimizer move them?"
         )
         diagnose("", run.moved, _plain_training(max_norm), {}, otherwise, DIGITS)
-    _leaves_a_step_out(_Training(answer, MAX_NORM, OVERFLOWS_AT))
+    _check_step_skipped(_Training(answer, MAX_NORM, OVERFLOWS_AT))
 
 
-def _uses_the_scaler(run: _Training) -> None:
+def _check_scaler_used(run: _Training) -> None:
     count = NUM_MICRO_BATCHES
     backwards, unscales, updates = map(run.events.count, ("backward", "unscale", "update"))
     mistakes = {
@@ -359,7 +359,7 @@ def _uses_the_scaler(run: _Training) -> None:
 
 
 def _wrong_flags(run: _Training, truths: Sequence[bool]) -> dict[str, bool]:
-    """As rows of a table: in which step `update` was not told whether all gradients were finite."""
+    """Rows of a table: in which step `update` was not told whether all gradients were finite."""
     mistakes = {}
     for number, (flag, truth) in enumerate(zip(run.flags, truths), 1):
         were = "all gradients were finite" if truth else "a gradient was not finite"
@@ -371,7 +371,7 @@ def _wrong_flags(run: _Training, truths: Sequence[bool]) -> dict[str, bool]:
     return mistakes
 
 
-def _runs_in_autocast(run: _Training) -> None:
+def _check_autocast(run: _Training) -> None:
     names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in run.dtypes))
     mistakes = {
         "the model was not called": not run.dtypes,
@@ -390,7 +390,7 @@ def _runs_in_autocast(run: _Training) -> None:
     refuse(mistakes)
 
 
-def _has_gradient(found: Tensor) -> None:
+def _check_gradient(found: Tensor) -> None:
     """What reaches the optimizer in the first step, where nothing is clipped."""
     micro_batches = _batches(0)
     truth = _first_gradient(*micro_batches)
@@ -420,7 +420,7 @@ def _has_gradient(found: Tensor) -> None:
     diagnose("", found, truth, mistakes, otherwise, DIGITS)
 
 
-def _is_clipped(run: _Training) -> None:
+def _check_clipped(run: _Training) -> None:
     """What reaches the optimizer in the first step, where it is longer than `MAX_NORM`."""
     found = run.gradients[0]
     free = _first_gradient(*_batches(0))
@@ -448,7 +448,7 @@ def _is_clipped(run: _Training) -> None:
     diagnose("", found, MAX_NORM / free.norm() * free, mistakes, otherwise, DIGITS)
 
 
-def _leaves_a_step_out(run: _Training) -> None:
+def _check_step_skipped(run: _Training) -> None:
     finite = [True] * NUM_STEPS
     finite[OVERFLOWS_AT] = False
     others = [step for step in range(NUM_STEPS) if finite[step]]

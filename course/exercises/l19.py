@@ -34,7 +34,7 @@ from course.labs import l19_runs as lab
 from course.pool.answers import RankError
 from course.pool.ranks import Ranks
 from labcode.debug import bisect, debug_config, moments, on_layers
-from labcode.debug.debug_config import Block
+from labcode.debug.debug_config import ConfigBlock
 from labcode.topology import GridShape
 
 # ---- 19.1
@@ -130,7 +130,7 @@ def statistics(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `statistics(x, kept, group)`."""
     ours = own_answers(moments.measure, moments.combined)
     for case in CASES:
-        judge = partial(_are_statistics, case=case)
+        judge = partial(_check_statistics, case=case)
         outcome = in_groups(_measure, answer, case, judge=judge, ours=ours)
     return confirm_in_group(ranks, outcome, _measure, answer, case)
 
@@ -190,7 +190,7 @@ def _expected(parts: Sequence[Part]) -> dict[str, float]:
     }
 
 
-def _are_statistics(
+def _check_statistics(
     results: list[dict[str, float]], outcome: Outcome, members: Sequence[int], case: str
 ) -> None:
     """Those of the whole tensor, by one collective of a few numbers."""
@@ -261,10 +261,10 @@ def same_file(answer: Callable[..., Any]) -> None:
         with without(GridShape.groups, GridShape.coords):
             found = due(bounded(LOOP, answer, tp, dp, pp, over))
         case = f"tp {tp}, dp {dp}, pp {pp}, over {over!r}: "
-        _are_groups(case, GridShape(tp=tp, dp=dp, pp=pp), over, found)
+        _check_groups(case, GridShape(tp=tp, dp=dp, pp=pp), over, found)
 
 
-def _are_groups(case: str, shape: GridShape, over: Sequence[str], found: Any) -> None:
+def _check_groups(case: str, shape: GridShape, over: Sequence[str], found: Any) -> None:
     """The groups along these axes, in any order."""
     if not isinstance(found, list | tuple):
         raise Hint(f"{case}return a list of lists of ranks, not {found!r}")
@@ -317,7 +317,7 @@ def mend(answer: Any, ranks: Ranks) -> None:
     with tempfile.TemporaryDirectory(prefix="labcode-l19-") as folder:
         path = Path(folder) / "mend.yaml"
         chosen = _chosen_by(text, path, lab.LAYERS)
-        _have_scales(LOST, chosen, "loses nearly everything (see the table of section 2)")
+        _check_scales(LOST, chosen, "loses nearly everything (see the table of section 2)")
         options = f"{BROKEN} {lab.GRID} --debug.config {path}"
         found = ranks.run(lab.train, options, f"{folder}/run", limit_s=120)[0]
     if not found.val_loss < LEARNS:  # it may be nan
@@ -327,7 +327,9 @@ def mend(answer: Any, ranks: Ranks) -> None:
         )
 
 
-def _chosen_by(text: str, path: Path, layers: Sequence[str], case: str = "") -> dict[str, Block]:
+def _chosen_by(
+    text: str, path: Path, layers: Sequence[str], case: str = ""
+) -> dict[str, ConfigBlock]:
     """{layer: its block} of a YAML that leaves every layer in FP8."""
     path.write_text(text)
     try:
@@ -349,8 +351,8 @@ def _chosen_by(text: str, path: Path, layers: Sequence[str], case: str = "") -> 
     return chosen
 
 
-def _have_scales(
-    lost: Mapping[str, Sequence[str]], chosen: Mapping[str, Block], loses: str, case: str = ""
+def _check_scales(
+    lost: Mapping[str, Sequence[str]], chosen: Mapping[str, ConfigBlock], loses: str, case: str = ""
 ) -> None:
     """Each lost tensor has a scale of its own in every product that it goes into."""
     for layer, tensors in lost.items():
@@ -427,7 +429,7 @@ class _Looked(NamedTuple):
 
 def feature(answer: Any, ranks: Ranks | None = None) -> str:
     """The learner's class with `inspect_tensor`: in a training on one rank, and on real ranks."""
-    _is_a_feature(answer)
+    _check_feature(answer)
     with tempfile.TemporaryDirectory(prefix="labcode-l19-") as folder:
         lab.write_feature(answer, f"{folder}/features")
         (Path(folder) / "features" / "reference.py").write_text(lab.FEATURE_HEAD + REFERENCE)
@@ -436,7 +438,7 @@ def feature(answer: Any, ranks: Ranks | None = None) -> str:
             (Path(folder) / "units.yaml").write_text(text)
             case = f"below = {below:g}, freq = {freq}: "
             outcome = run(_look, ALONE, folder, size=1)
-            _is_right_log(case, outcome.results[0])
+            _check_right_log(case, outcome.results[0])
         if ranks is None:
             return ""
         try:
@@ -444,11 +446,11 @@ def feature(answer: Any, ranks: Ranks | None = None) -> str:
         except RankError as error:
             raise Hint(f"on one rank it is right; on {ranks.n}: {reason(error)}") from None
         for rank, looked in enumerate(of_ranks):
-            _is_right_log(f"with {ranks.n} ranks, on rank {rank}: {case}", looked)
+            _check_right_log(f"with {ranks.n} ranks, on rank {rank}: {case}", looked)
     return f"and the same on {ranks.n} real ranks"
 
 
-def _is_a_feature(answer: Any) -> None:
+def _check_feature(answer: Any) -> None:
     due(answer)
     source = ""
     if callable(answer):
@@ -497,7 +499,7 @@ def _look(rank: int, grid: str, folder: str) -> _Looked:
     return _Looked(logged, truth, unchanged)
 
 
-def _is_right_log(case: str, looked: _Looked) -> None:
+def _check_right_log(case: str, looked: _Looked) -> None:
     """Each number where it is expected, and no other."""
     logged = looked.logged
     mistakes = {
@@ -567,17 +569,17 @@ def first_departure(answer: Callable[..., Any]) -> None:
     for name, (faults, expected) in FAULTS.items():
         case = f"{name}: "
         rows = lab.made_up_rows(4, faults)
-        _is_departure(case, rows, expected, _departure_in(answer, rows, BOUND, case))
-    _is_within_the_bound(answer)
+        _check_departure(case, rows, expected, _departure_in(answer, rows, BOUND, case))
+    _check_within_the_bound(answer)
     zeros = torch.zeros(8, 16)
     parts = {rank: (_columns((4, 4, 4, 4), rank), torch.zeros(8, 4)) for rank in range(4)}
     parts[2][1].fill_(1e-3)
     rows = [lab.Recorded("a tensor of zeros", zeros, parts)]
     case = "a tensor of zeros whose part on rank 2 is not zero: "
-    _is_departure(case, rows, (0, [2]), _departure_in(answer, rows, BOUND, case))
+    _check_departure(case, rows, (0, [2]), _departure_in(answer, rows, BOUND, case))
 
 
-def _is_within_the_bound(answer: Callable[..., Any]) -> None:
+def _check_within_the_bound(answer: Callable[..., Any]) -> None:
     """Errors a little inside and a little outside of the bound."""
     for (widths, columns), size in itertools.product(WIDTHS.items(), (0.02, 50.0)):
         for rank, share in itertools.product(range(4), (0.8, 1.25)):
@@ -586,7 +588,7 @@ def _is_within_the_bound(answer: Callable[..., Any]) -> None:
             case = f"{widths}, values of about {size:g}, {error}: "
             found = _departure_in(answer, rows, COARSE_BOUND, case)
             if share > 1:
-                _is_departure(case, rows, (0, [rank]), found)
+                _check_departure(case, rows, (0, [rank]), found)
                 continue
             if found is not None:
                 raise Hint(
@@ -640,7 +642,7 @@ def _values_in(rows: Sequence[lab.Recorded]) -> list[Any]:
     return [tensor.nan_to_num().tolist() for tensor in tensors]
 
 
-def _is_departure(
+def _check_departure(
     case: str, rows: Sequence[lab.Recorded], expected: tuple[int, list[int]], found: Any
 ) -> None:
     """(name, ranks), as expected is (number of the tensor, ranks)."""
@@ -724,7 +726,7 @@ def diagnosis(answer: Callable[..., Any]) -> None:
         }
         refuse(mistakes, case)
         if lost:
-            _cures(case, lost, layers, text)
+            _check_cure(case, lost, layers, text)
 
 
 def _log(lost: Mapping[str, Sequence[str]], layers: Sequence[str], steps: Sequence[int]) -> dict:
@@ -743,7 +745,9 @@ def _log(lost: Mapping[str, Sequence[str]], layers: Sequence[str], steps: Sequen
     return found
 
 
-def _cures(case: str, lost: Mapping[str, Sequence[str]], layers: Sequence[str], text: str) -> None:
+def _check_cure(
+    case: str, lost: Mapping[str, Sequence[str]], layers: Sequence[str], text: str
+) -> None:
     """What is lost gets a scale of its own, and nothing else does."""
     with tempfile.TemporaryDirectory(prefix="labcode-l19-") as folder:
         chosen = _chosen_by(text, Path(folder) / "found.yaml", layers, case)
@@ -758,7 +762,7 @@ def _cures(case: str, lost: Mapping[str, Sequence[str]], layers: Sequence[str], 
                     f"{case}the {entry['tensor']} of {layer} gets a scale of its own, and has lost "
                     f"no more than {MOST_LOST:g} % in the last step"
                 )
-    _have_scales(lost, chosen, f"loses {JUST_LOST} %", case)
+    _check_scales(lost, chosen, f"loses {JUST_LOST} %", case)
 
 
 EXERCISES = {

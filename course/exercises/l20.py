@@ -744,7 +744,7 @@ def _entries(found: Any, case: str) -> list[Found]:
 def _why_not(
     shape: Shape, cluster: Cluster, gpus: int, batch: int, layout: Layout
 ) -> dict[str, bool]:
-    """As a table: why a layout is none of those that are legal and fit."""
+    """Rows of a table: why a layout is none of those that are legal and fit."""
     dp, pp, tp, zero, micro_batch, checkpointing = layout
     needed = lab.memory(shape, layout, batch)
     return {
@@ -766,7 +766,7 @@ def _why_not(
 
 
 def _about_missing(missing: Sequence[Layout], layouts: Sequence[Layout]) -> dict[str, bool]:
-    """As a table: a value of one choice that no layout of the learner's has, or a layout."""
+    """Rows of a table: a value of one choice that no layout of the learner's has, or a layout."""
     table = {}
     for name in ("tp", "pp", "zero", "micro_batch", "checkpointing", "dp"):
         seen = {getattr(layout, name) for layout in layouts}

@@ -271,7 +271,7 @@ def rivals(answer: Callable[..., Any]) -> None:
                 kinds = ", ".join(lab.KINDS)
                 raise Hint(f"{case}{kind!r} is no kind of change: {kinds} (dp is what is left)")
             if rival is not None:
-                _is_strongest(case, chosen, kind, rival, truth)
+                _check_strongest(case, chosen, kind, rival, truth)
         for kind in truth:
             missing = (
                 f"there is a candidate that differs in {kind} alone, and you have none under this "
@@ -280,7 +280,7 @@ def rivals(answer: Callable[..., Any]) -> None:
             refuse({missing: mine.get(kind) is None}, case)
 
 
-def _is_strongest(
+def _check_strongest(
     case: str, chosen: Layout, kind: str, rival: Any, truth: Mapping[str, Found]
 ) -> None:
     """What the learner gives for a kind is the fastest candidate that changes this alone."""
@@ -338,7 +338,7 @@ def verdict(answer: Callable[..., Any]) -> None:
         found = _asked("21.4", answer, one, other, room_bytes)
         if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != 3:
             raise Hint("return three things: (amount, unit, part)")
-        _is_verdict(f"{what}: ", found, one, other, room_bytes)
+        _check_verdict(f"{what}: ", found, one, other, room_bytes)
 
 
 def _made(step: tuple[float, float, float], memory_gib: tuple[float, float]) -> Estimate:
@@ -352,7 +352,7 @@ def _made(step: tuple[float, float, float], memory_gib: tuple[float, float]) -> 
     )
 
 
-def _is_verdict(
+def _check_verdict(
     case: str, found: Sequence[Any], chosen: Estimate, rival: Estimate, room_bytes: float
 ) -> None:
     """Amount, unit and part of a verdict are right."""
@@ -512,7 +512,7 @@ def rubric(layout: Any, defence: Mapping[str, Any]) -> dict[str, str]:
     layout = _layout(layout)
     brief = lab.TASK
     candidates = lab.candidates(brief)
-    illegal = _hint_of(_is_legal, layout, candidates)
+    illegal = _hint_of(_check_legal, layout, candidates)
     if illegal:
         judged = dict.fromkeys(POINTS, "judged once the layout is legal")
         return judged | {"legal": illegal}
@@ -535,11 +535,11 @@ def rubric(layout: Any, defence: Mapping[str, Any]) -> dict[str, str]:
         "fast": _hint_of(refuse, {too_slow: regret > MOST_REGRET}),
     }
     for name, (right, hint) in numbers.items():
-        judged[name] = _hint_of(_says, defence[name], right, hint)
+        judged[name] = _hint_of(_check_number, defence[name], right, hint)
     kinds = []
     for number, entry in enumerate(said, 1):
         kinds.append(lab.changed(layout, _layout(entry[0])))
-        judged[f"rival {number}"] = _hint_of(_loses, entry, layout, about, candidates)
+        judged[f"rival {number}"] = _hint_of(_check_loses, entry, layout, about, candidates)
     alike = f"both rivals change {' and '.join(kinds[0]) or 'nothing'}"
     judged["two kinds"] = _hint_of(refuse, {alike: kinds[0] == kinds[1]})
     return judged
@@ -558,7 +558,7 @@ def _hint_of(judge: Callable[..., None], *args: Any) -> str:
     return ""
 
 
-def _is_legal(layout: Layout, candidates: Sequence[Found]) -> None:
+def _check_legal(layout: Layout, candidates: Sequence[Found]) -> None:
     """The layout is a candidate."""
     for field in ("dp", "pp", "tp", "micro_batch"):
         value = getattr(layout, field)
@@ -575,14 +575,14 @@ def _is_legal(layout: Layout, candidates: Sequence[Found]) -> None:
     refuse(mistakes)
 
 
-def _says(said: Any, right: float, hint: str) -> None:
+def _check_number(said: Any, right: float, hint: str) -> None:
     """A number of the defence is right."""
     if not _is_number(said):
         raise Hint("give a number")
     refuse({f"you say {said:.4g}: {hint}": not _close(said, right)})
 
 
-def _loses(
+def _check_loses(
     entry: Sequence[Any], layout: Layout, about: Estimate, candidates: Sequence[Found]
 ) -> None:
     """An entry is the strongest rival of its kind, and what is said of it is right."""
@@ -592,7 +592,7 @@ def _loses(
     if len(changed) != 1:
         choices = ", ".join(changed) or "none"
         raise Hint(f"it changes {len(changed)} choices ({choices}): one is expected")
-    _is_legal(rival, candidates)
+    _check_legal(rival, candidates)
     found = lab.predicted(rival, brief)
     best = lab.rivals(layout, candidates)[changed[0]]
     fits = found.memory_bytes <= brief.room_bytes
@@ -604,7 +604,7 @@ def _loses(
         ),
     }
     refuse(mistakes)
-    _is_verdict("", entry[1:], about, found, brief.room_bytes)
+    _check_verdict("", entry[1:], about, found, brief.room_bytes)
 
 
 EXERCISES = {

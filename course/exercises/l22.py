@@ -243,10 +243,10 @@ def stochastic_rounding(answer: Callable[..., Any]) -> None:
         found = _cast_many(answer, value)
         text = f"x = {value:g} became {found.abs().max():g} in size: it saturates at {end:g}"
         refuse({text: bool((found != end).any())})
-    _each_has_its_own_chance(answer)
+    _check_own_chances(answer)
 
 
-def _each_has_its_own_chance(answer: Callable[..., Any]) -> None:
+def _check_own_chances(answer: Callable[..., Any]) -> None:
     """Low and high chances side by side, in several dims: equal numbers become both neighbours."""
     x = torch.full((2, 3, 4), 2.25)
     x[0, 0, 0] = -7.0

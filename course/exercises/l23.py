@@ -414,7 +414,7 @@ def _to_send() -> dict[str, tuple[Tensor, int]]:
 
     no_last = drawn(9, 2, 4)
     no_middle = drawn(9, 2, 4)
-    no_middle = no_middle + (no_middle >= 2)
+    no_middle = torch.where(no_middle >= 2, no_middle + 1, no_middle)
     return {
         "7 tokens, k = 2 of 4": (drawn(7, 2, 4), 4),
         "k = 1": (drawn(10, 1, 3), 3),

@@ -210,7 +210,9 @@ def _exchanged(parts: Sequence[Tensor], matrix: Sequence[Sequence[int]], number:
     return torch.cat(arrived)
 
 
-def _has_travelled(results: Sequence[_Travelled], outcome: Outcome, members: Sequence[int]) -> None:
+def _check_travelled(
+    results: Sequence[_Travelled], outcome: Outcome, members: Sequence[int]
+) -> None:
     """Rows and gradients are those that were sent, in the order of the senders."""
     there = _splits(len(members))
     back = [list(column) for column in zip(*there)]
@@ -239,7 +241,7 @@ def _has_travelled(results: Sequence[_Travelled], outcome: Outcome, members: Seq
 def exchange(function: Any, ranks: Ranks | None = None) -> str:
     """The learner's Function, called as `apply(rows, sent, received, group)`."""
     ours = own_answers(experts.exchange_rows)
-    outcome = in_groups(_travel, function, judge=_has_travelled, ours=ours)
+    outcome = in_groups(_travel, function, judge=_check_travelled, ours=ours)
     return confirm_in_group(ranks, outcome, _travel, function)
 
 
@@ -409,7 +411,7 @@ def _grad(leaf: Tensor) -> Tensor:
     return leaf.grad
 
 
-def _is_layer(
+def _check_layer(
     case: _Case, results: Sequence[_LayerStep], outcome: Outcome, members: Sequence[int]
 ) -> None:
     """Output and gradients are those of one process, and rows have travelled."""
@@ -436,7 +438,7 @@ def _is_layer(
         about = f"{case.about}on rank {rank}: "
         otherwise = f"the output is wrong by {{off:.0%}}: {case.place}"
         diagnose(about, found, truth, mistakes, otherwise)
-    _gradients_are(case, [one.grads for one in results], grads, lengths)
+    _check_gradients(case, [one.grads for one in results], grads, lengths)
 
 
 def _same_rows(found: Tensor, truth: Tensor) -> bool:
@@ -466,7 +468,7 @@ def _sent_otherwise(outcome: Outcome, rank: int) -> Mapping[str, Any]:
     }
 
 
-def _gradients_are(
+def _check_gradients(
     case: _Case,
     of_ranks: Sequence[Mapping[str, Tensor | None]],
     grads: Mapping[str, Tensor],
@@ -510,7 +512,7 @@ def expert_layer(layer: Callable[..., Any], ranks: Ranks | None = None) -> str:
     ours = own_answers(by_hand.expert_layer, experts.Travel.__call__)
     said = ""
     for case in CASES:
-        judge = functools.partial(_is_layer, case)
+        judge = functools.partial(_check_layer, case)
         outcome = in_groups(_layer_step, layer, case, judge=judge, ours=ours)
         said = confirm_in_group(ranks, outcome, _layer_step, layer, case)
     return said
@@ -596,7 +598,7 @@ def _members(shape: GridShape, axis: str, rank: int) -> list[int]:
     return next(members for members in shape.groups(axis) if rank in members)
 
 
-def _is_finished(shape: GridShape, outcome: Outcome, case: str) -> None:
+def _check_finished(shape: GridShape, outcome: Outcome, case: str) -> None:
     for rank, found in enumerate(outcome.results):
         about = f"{case}on rank {rank}: "
         refuse(careless(outcome.of(rank)), about)
@@ -638,10 +640,10 @@ def _is_finished(shape: GridShape, outcome: Outcome, case: str) -> None:
             diagnose(about, grad, truth, mistakes, "the gradient of an expert is wrong")
     for rank, found in enumerate(outcome.results):
         about = f"{case}on rank {rank}: "
-        _is_norm(shape, rank, outcome.results, found.norm, about)
+        _check_norm(shape, rank, outcome.results, found.norm, about)
 
 
-def _is_norm(
+def _check_norm(
     shape: GridShape, rank: int, results: Sequence[_Finished], norm: Tensor, about: str
 ) -> None:
     """The norm counts everything once."""
@@ -692,7 +694,7 @@ def finish_gradients(answer: Callable[..., Any], ranks: Ranks | None = None) -> 
         stages = f", pp = {shape.pp}" if shape.pp > 1 else ""
         case = f"dp = {shape.dp}, ep = {shape.ep}{stages}: "
         outcome = run(_finish, shape, answer, size=shape.world_size, case=case, ours=ours)
-        _is_finished(shape, outcome, case)
+        _check_finished(shape, outcome, case)
         first = first or outcome
     assert first is not None
     return confirm(ranks, first, _finish, SHAPES[0], answer)

@@ -71,7 +71,7 @@ def tell(case: str, whose: str, outcome: Outcome) -> None:
     Args:
         case: What a hint begins with.
         whose: The lines that are named: "train_04.py", or "your cell".
-        outcome: Of its rehearsal.
+        outcome: Outcome of its rehearsal.
 
     Raises:
         Hint: One of the two.

@@ -129,7 +129,7 @@ def missing_names(source: str, header: str) -> list[str]:
     """The names that a function uses and its file does not know, in alphabetical order.
 
     Args:
-        source: Of the function.
+        source: Source of the function.
         header: What stands above it in the file.
     """
     known = {*dir(builtins), *OF_MODULE}

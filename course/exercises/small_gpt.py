@@ -94,7 +94,7 @@ def named(members: Sequence[int]) -> str:
 
 
 def model(dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The same weights on every rank."""
+    """A model with the same weights on every rank."""
     return initialize(GPT(CONFIG), 0).to(dtype)
 
 

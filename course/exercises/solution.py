@@ -33,7 +33,7 @@ class Solution:
 
     Args:
         lesson: "05", or "13b".
-        names: Of functions, classes or values; each cell that defines one of them is run.
+        names: Names of functions, classes or values; each cell that defines one of them is run.
         cell: What tracebacks call a cell; None: by lesson and number.
     """
 
@@ -152,7 +152,7 @@ class _Definition(NamedTuple):
 
 @functools.cache
 def _definitions(lesson: str, number: int) -> tuple[_Definition, ...]:
-    """Of the cells before one functions, classes and constants; of all cells the imports."""
+    """Functions, classes and constants of the cells before one, and the imports of all cells."""
     known: set[str] = set()
     found = []
     for place, text in enumerate(cells_of(lesson)):

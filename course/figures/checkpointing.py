@@ -73,7 +73,7 @@ def activation_checkpointing(
     """Forward and backward of some layers, everything kept and with checkpointing.
 
     Args:
-        num_layers: Of the model.
+        num_layers: Number of layers of the model.
         layer_numbers: What a layer keeps, its input included, in numbers for each token and
             feature.
         alt: What the figure shows.

@@ -40,7 +40,8 @@ class Box(NamedTuple):
     sources: tuple[int, ...]
 
 
-# Of one rank: {slot: box}. A slot that is not there is not drawn: the rank needs no memory for it.
+# Memory of one rank: {slot: box}. A slot that is not there is not drawn: the rank needs no memory
+# for it.
 Memory = dict[int, Box]
 ROOM = Box("", ())  # a tensor of which only the room counts: it is overwritten
 UNDEFINED = Box("?", ())  # what is left in a tensor that was worked on
@@ -124,7 +125,7 @@ class _Panel:
     """One collective: its two sides, and how wide both are together, in cells.
 
     Args:
-        name: Of the collective.
+        name: Name of the collective.
         n: Number of ranks.
 
     Raises:

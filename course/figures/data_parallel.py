@@ -260,7 +260,7 @@ def buckets(
     """Parameters in the order of forward, and the messages that their gradients travel in.
 
     Args:
-        sizes: Of the gradients, in any unit; the drawing is to scale.
+        sizes: Sizes of the gradients, in any unit; the drawing is to scale.
         assigned: For each message, the numbers of the parameters in it, as they stand in its row.
         limit: The most that a message may hold.
         alt: What the figure shows.

@@ -61,7 +61,9 @@ def off_one_process(cases: Mapping[str, Runs], one_process: torch.Tensor) -> Pic
         mean = torch.stack([losses for losses, _ in runs]).mean(0)
         off = (mean - one_process).abs().clamp(min=EXACT)
         style = {"color": PALETTE[number], "marker": "osD^"[number], "mfc": "none", "mew": 1.5}
-        axes.semilogy(steps, off, lw=1.2, ms=5 + 2 * (number == 0), **style)
+        # The first line has larger marks, so that those of another one do not hide them.
+        mark_size = 7 if number == 0 else 5
+        axes.semilogy(steps, off, lw=1.2, ms=mark_size, **style)
         # two lines lie close together each time: one has its name higher, the other lower
         place = (steps[-1], off[-1].item())
         shift = (10, -7 if number % 2 else 7)

@@ -142,7 +142,7 @@ def expert_loads(
     Args:
         loads: `{"label": [steps, experts]}`, fractions that add up to 1.
         alt: What the figure shows.
-        width: A point is the mean of so many steps.
+        width: Number of steps that each point is the mean of.
         title: Above the figure.
         xlabel: What the steps are.
         ylabel: What the fractions are.

@@ -73,7 +73,7 @@ def launch_chain(
     """Who starts whom, from sbatch on the login node to the ranks, with the node that each is on.
 
     Args:
-        nodes: Of the job, at most 4.
+        nodes: Number of nodes of the job, at most 4.
         ranks_per_node: On each, at most 4.
         launcher: "torchrun": srun starts one torchrun on each node, and that starts the ranks.
             "srun": srun starts the ranks itself.

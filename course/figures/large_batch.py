@@ -74,7 +74,7 @@ def sweep(
     Where a run has not come to the target, the cell names the steps that it was given.
 
     Args:
-        rows: Of one sweep; the means over their seeds are shown.
+        rows: Rows of one sweep; the means over their seeds are shown.
         alt: What the figure shows.
         of: "val_loss" or "loss" at the end, or "steps" to `target`.
         target: The loss for `of="steps"`.
@@ -132,7 +132,12 @@ def _cells(
             counts = [sweep_table.steps_to(row, target) for row in same]
             found = [count for count in counts if count is not None]
             whole = len(found) == len(same)
-            line.append(np.mean(found) if whole and found else math.inf if same else math.nan)
+            if whole and found:
+                line.append(np.mean(found))
+            elif same:
+                line.append(math.inf)  # a run has not reached the loss
+            else:
+                line.append(math.nan)  # nobody tried this rate with this batch
         matrix.append(line)
     return batches, rates, matrix
 
@@ -150,7 +155,7 @@ def steps_against_batch(
 
     Args:
         measured: {batch: steps}.
-        curve: As fitted.
+        curve: The fitted curve.
         alt: What the figure shows.
         noise_scale: The mean of a run, drawn as an upright line beside the critical batch.
         title: Above the figure.

@@ -19,7 +19,7 @@ from course.figures.style import (
     put_headline,
 )
 
-MOST_CURVES = 6  # more cannot be told apart
+MOST_CURVES = 6  # more curves cannot be distinguished
 
 
 class LossCurve(NamedTuple):
@@ -29,7 +29,7 @@ class LossCurve(NamedTuple):
         steps: Optimizer steps so far; begins with 0.
         seconds: Since it began.
         sent_bytes: Sent by one rank since it began.
-        losses: Of the weights that all ranks share at that step.
+        losses: Losses of the weights that all ranks share at that step.
     """
 
     steps: Sequence[int]
@@ -40,7 +40,7 @@ class LossCurve(NamedTuple):
 
 @figure
 def loss_against_cost(curves: Mapping[str, LossCurve], *, alt: str, title: str = "") -> Picture:
-    """The same trainings twice: loss against seconds, and loss against bytes on a log axis.
+    """Draw the same trainings twice: loss against seconds, and loss against bytes on a log axis.
 
     Shaded is where all of them still run: beyond it one has no loss to compare with. Where nothing
     has been sent yet there is no place on a log axis: the curves on the right begin with the first

@@ -43,7 +43,7 @@ def format_ranges(names: Sequence[str], *, alt: str, title: str = "") -> Picture
     """How far each format reaches: a bar from its smallest to its largest number, as powers of two.
 
     Args:
-        names: Of formats, from the top.
+        names: Names of formats, from the top.
         alt: What the figure shows.
         title: Above the figure.
     """
@@ -80,7 +80,7 @@ def delayed_scaling(amaxes: Sequence[float], *, history: int, alt: str, title: s
     """The amax of each step, and the largest number that the scale of that step can hold.
 
     Args:
-        amaxes: Of one tensor, step by step.
+        amaxes: Largest magnitudes of one tensor, step by step.
         history: How many steps the scale looks back.
         alt: What the figure shows.
         title: Above the figure.
@@ -126,7 +126,7 @@ def scale_blocks(
         blocks: {label: (rows, columns) of a block}.
         alt: What the figure shows.
         title: Above the figure.
-        side: Of the matrix, in numbers.
+        side: Side of the matrix, in numbers.
     """
     picture = canvas(2.2 * len(blocks), 2.6, columns=len(blocks), alt=alt)
     for axes, (label, (rows, columns)) in zip(picture.axes, blocks.items(), strict=True):

@@ -125,7 +125,7 @@ class _Node(NamedTuple):
 
     @property
     def middle(self) -> Point:
-        """Of the part below the name."""
+        """Middle of the part below the name."""
         x = self.left + self.width / 2
         y = self.bottom + (self.height - 0.35) / 2
         return x, y

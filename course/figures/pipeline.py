@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     name: str
 
 
-# Told apart by lightness too: F dark, I and B in the middle, W light.
+# They differ in lightness too: F dark, I and B in the middle, W light.
 KINDS = {
     "F": Kind("#0072B2", "forward"),
     "B": Kind("#E69F00", "backward"),

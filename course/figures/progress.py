@@ -47,7 +47,7 @@ def progress(folder: str | Path | None = None) -> Picture:
     course; what has passed is looked up beside the notebook.
 
     Args:
-        folder: Of the student notebooks; None: where this notebook lies.
+        folder: Folder of the student notebooks; None: where this notebook lies.
 
     Raises:
         ValueError: There is no lesson to show.

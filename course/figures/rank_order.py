@@ -157,7 +157,7 @@ def _draw_link(axes: Axes, sender: int, receiver: int, per_node: int, leaving: i
     """An arc between two ranks: above where it goes on, below where it closes the ring.
 
     Args:
-        axes: Of the picture.
+        axes: Axes of the picture.
         sender, receiver: Ranks.
         per_node: Ranks of a node.
         leaving: Which style a link that leaves the node has; None for one that does not.

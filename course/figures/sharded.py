@@ -212,7 +212,10 @@ def tokens_that_hide(
     put_text(axes, 150, 0.03, "the messages hide behind computing", 8.5, ha="left", va="bottom")
     put_text(axes, 60_000, 3.2, "the link sets the pace", 8.5, ha="right", va="bottom")
     ticks = [2**power for power in range(7, 17, 1)]
-    axes.set_xticks(ticks, [f"{tick:,}" if tick < 10_000 else f"{tick // 1024}k" for tick in ticks])
+    labels = []
+    for tick in ticks:
+        labels.append(f"{tick:,}" if tick < 10_000 else f"{tick // 1024}k")
+    axes.set_xticks(ticks, labels)
     axes.set_xticks([], minor=True)
     ratios = [0.1, 1, 10]
     axes.set_yticks(ratios, [f"{ratio:g}" for ratio in ratios])

@@ -178,8 +178,8 @@ def canvas(
         width_in: Inches.
         height_in: Inches.
         alt: What the picture shows.
-        rows: Of axes.
-        columns: Of axes.
+        rows: Number of rows of axes.
+        columns: Number of columns of axes.
         width_ratios: Relative widths of the columns; None: all the same.
     """
     drawing = Figure(figsize=(width_in, height_in), layout="constrained")

@@ -49,7 +49,7 @@ def runs(
         stories: `{"label": events}`, each event (what, start, end) in seconds, as those of
             `perf.failures.Story`.
         alt: What the figure shows.
-        unit_s: Of the axis.
+        unit_s: Seconds in one unit of the axis.
         xlabel: The time and its unit.
         title: Above the figure.
     """
@@ -186,7 +186,7 @@ def _block(
         axes: Where.
         offsets: Row and column of its begin.
         sizes: Rows and columns.
-        colour: Of the block.
+        colour: Colour of the block.
         name: Written in its middle.
         corner: Written in this upper corner instead.
     """

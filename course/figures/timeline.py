@@ -139,7 +139,7 @@ def _fitting(label: str, room: float, span: float) -> str:
     """The label, or its number alone, or nothing: what fits in a bar of length `room`.
 
     Args:
-        label: Of the bar.
+        label: Label of the bar.
         room: Its length, in units of the axis.
         span: Length of the whole axis, in the same units.
     """

@@ -46,9 +46,9 @@ class SentMessage(NamedTuple):
     """One that this rank sent.
 
     Args:
-        kind: Of `alpha_beta.COLLECTIVES`.
+        kind: One of `alpha_beta.COLLECTIVES`.
         members: Global ranks: of the group, in order, or the sender and the receiver.
-        num_bytes: Of the whole tensor.
+        num_bytes: Bytes of the whole tensor.
         seconds: What the emulated link takes.
     """
 
@@ -154,7 +154,7 @@ class _Emulator(CollectiveSpy):
 def _flops(
     operation: torch._ops.OpOverload, args: tuple, kwargs: Mapping[str, Any], result: Any
 ) -> float:
-    """Of an operation as `perf.flops` counts them.
+    """FLOPs of an operation as `perf.flops` counts them.
 
     Matrix products, and attention over the full square, twice as much in backward.
     """
@@ -185,7 +185,7 @@ class Stepped:
             when its input is there. It stops when its computing is done and its own messages, those
             of tensor parallelism, have left.
         sent: The messages of the last step.
-        loss: Of the last step.
+        loss: Loss of the last step.
         num_parameters: Weights and biases on this rank.
     """
 
@@ -213,13 +213,13 @@ def timed_steps(
     A step is forward, backward and the average of the gradients, without an optimizer.
 
     Args:
-        rank: Of this process.
+        rank: Rank of this process.
         model: With a vocabulary size; the tokens are drawn.
         shape: The grid.
         global_batch, micro_batch: Samples of a step, and of one forward of one dp rank.
         cluster: What to emulate.
         repeats: Steps on the clock.
-        schedule: Of the pipeline.
+        schedule: Schedule of the pipeline.
         overlap: Whether gradients travel in buckets while backward still computes.
 
     Raises:
@@ -284,7 +284,7 @@ def step_s(stepped: Sequence[Stepped]) -> float:
     A step lasts from when the first rank begins to when the last one ends.
 
     Args:
-        stepped: Of all ranks.
+        stepped: The steps of all ranks.
     """
     steps = []
     for step in range(len(stepped[0].ends)):
@@ -298,7 +298,7 @@ def traffic(stepped: Sequence[Stepped], at_least: int = 0) -> Traffic:
     """What each rank sent to each other one in a step, with all-reduces as rings.
 
     Args:
-        stepped: Of all ranks.
+        stepped: The steps of all ranks.
         at_least: Messages of fewer bytes do not count.
 
     Returns:
@@ -313,7 +313,7 @@ def traffic(stepped: Sequence[Stepped], at_least: int = 0) -> Traffic:
 
 
 def _from(rank: int, message: SentMessage) -> Traffic:
-    """Of a message, what `rank` itself sends; each member of an all-reduce has noted it."""
+    """The part of a message that `rank` itself sends; each member of an all-reduce has noted it."""
     if message.kind == "send":
         source, to = message.members
         return {(source, to): message.num_bytes}

@@ -40,7 +40,7 @@ class Settings:
 
     Args:
         batch: Windows in a step.
-        dtype: Of the matrix products, by autocast.
+        dtype: Dtype of the matrix products, by autocast.
         optimizer: How AdamW updates the weights.
         attention: `fused` is PyTorch's own choice of a kernel, `math` several plain operations.
     """
@@ -138,7 +138,7 @@ def step_seconds(*settings: Settings, rounds: int = 7) -> tuple[float, ...]:
 
     Args:
         settings: To compare; each trains a model of its own.
-        rounds: As `l03_step.median_s` has them.
+        rounds: Rounds as `l03_step.median_s` has them.
     """
     batches = Batches()
     trainers = [Trainer(one, batches) for one in settings]
@@ -157,11 +157,11 @@ class Race(NamedTuple):
 
     Args:
         steps: To the target; None: it is not reached.
-        baseline_steps: Of BASELINE.
+        baseline_steps: Steps of the baseline.
         step_s: Seconds of a step.
-        baseline_step_s: Of BASELINE.
-        same_batch_s: Of BASELINE with the batch of the settings.
-        least_s: Of the quickest that was found with this batch.
+        baseline_step_s: Seconds of a step of BASELINE.
+        same_batch_s: Seconds of a step of BASELINE with the batch of the settings.
+        least_s: Seconds of a step of the quickest that was found with this batch.
     """
 
     steps: int | None
@@ -200,9 +200,9 @@ def race(
     gain depends on the processor, so all are timed in one run.
 
     Args:
-        settings: Of the training.
+        settings: Settings of the training.
         count_steps: Steps to the target.
-        seconds: Of a step, for each of several settings.
+        seconds: Seconds of a step, for each of several settings.
     """
     steps = count_steps(settings)
     baseline_steps = count_steps(BASELINE)

@@ -76,7 +76,7 @@ def new_model(seed: int = 0, **changes: Any) -> GPT:
     """A GPT with the same weights at each call.
 
     Args:
-        seed: Of the weights.
+        seed: Seed of the weights.
         changes: Fields of its config that are to differ.
     """
     torch.manual_seed(seed)

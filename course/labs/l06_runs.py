@@ -79,7 +79,7 @@ def mean_noise_scale(out: str) -> float | None:
     """The noise scale of a run in this folder, mean of its rows; None where nobody has made it.
 
     Args:
-        out: Of a run with `--train.noise_scale`, whose rows are equally many steps apart.
+        out: Folder of a run with `--train.noise_scale`, whose rows are equally many steps apart.
     """
     if not Path(out).exists():
         return None
@@ -92,7 +92,8 @@ def trained(changes: Mapping[str, object], steps: int = 400, samples: int = 16) 
 
     Args:
         changes: Fields of the config, as `{"optim.lr": 1e-2}`.
-        steps: Of the run, unless `changes` say otherwise; ten validations, at even distances.
+        steps: Number of steps of the run, unless `changes` say otherwise; ten validations, at even
+            distances.
         samples: Per step, likewise.
 
     Raises:

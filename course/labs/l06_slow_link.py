@@ -46,7 +46,7 @@ class Way:
 
     Args:
         every: Steps between two averages of weights; 0 averages gradients, at every step.
-        outer_lr, outer_momentum: As those of `OuterOptimizer`; DiLoCo's. With 1 and 0 it is local
+        outer_lr, outer_momentum: The rates of `OuterOptimizer`; DiLoCo's. With 1 and 0 it is local
             SGD.
         steps: Optimizer steps of the training.
     """
@@ -81,7 +81,7 @@ def build() -> gpt.GPT:
 
 
 def weight_bytes() -> int:
-    """Of the whole model: what an average of gradients or of weights is over."""
+    """Bytes of the whole model: what an average of gradients or of weights is over."""
     return sum(param.nbytes for param in build().parameters())
 
 
@@ -95,7 +95,7 @@ def race(
     Args:
         ranks: All of them train.
         ways: {name: the way}.
-        link: Between any two ranks.
+        link: Link between any two ranks.
 
     Returns:
         {name: what rank 0 has seen}.
@@ -123,7 +123,7 @@ class _CountingLink(SlowLink):
     """A slow link that knows how much a rank has sent over it on a ring.
 
     Attributes:
-        sent_bytes: Of the all-reduces so far.
+        sent_bytes: Bytes of the all-reduces so far.
     """
 
     def __init__(self, link: Link) -> None:
@@ -197,7 +197,7 @@ class _Training:
 
     @torch.no_grad()
     def _validation_loss(self) -> float:
-        """Of samples that are the same at each call; each rank computes a part of them."""
+        """Loss over samples that are the same at each call; each rank computes a part of them."""
         first = self.rank * VALIDATION_SAMPLES
         inputs, targets = self.splits.val[range(first, first + VALIDATION_SAMPLES)]
         loss = gpt.loss(self.replica.module(inputs), targets)

@@ -100,7 +100,7 @@ class Chart:
     Communicates: nothing.
 
     Args:
-        model: As the loop calls it.
+        model: The model as the loop calls it.
         optimizer: Ends a step.
         loader: Not looked at; patients give it.
 
@@ -223,7 +223,7 @@ class Examined:
         watched: Whether the training took place under `watch` at all.
         inputs: A checksum of the inputs of each of the first forward passes.
         epochs: What the sampler was told of each pass through it.
-        seed: Of torch's generator when the block began.
+        seed: Seed of torch's generator when the block began.
         is_wrapped_twice: Whether there is a DDP inside the DDP.
         num_saved: Files that this rank wrote with torch.save.
     """
@@ -365,7 +365,7 @@ def loss_with_batch_norm(
         rank: This one.
         samples: In a step, on each rank.
         synchronised: The statistics are those of all ranks' samples.
-        num_steps: Of the optimizer, whatever the number of samples.
+        num_steps: Number of steps of the optimizer, whatever the number of samples.
     """
     torch.manual_seed(0)
     inputs, targets = text_samples(2048 + 512).tensors
@@ -493,7 +493,7 @@ def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def train(model: nn.Module, steps: int, rank: int | None = None) -> None:
-    """Steps of SGD on random characters, of which each rank has its own."""
+    """Steps of SGD on random characters; each rank has its own."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     where = dist.get_rank() if rank is None else rank
     for step in range(steps):
@@ -577,7 +577,7 @@ def step_s(rank: int, width: int, batch: int, alone: bool, num_steps: int = 15) 
 
     Args:
         rank: This one.
-        width: Of the layers; they have 4 width^2 weights.
+        width: Width of the layers; they have 4 width^2 weights.
         batch: Samples of this rank.
         alone: Rank 0 works by itself, and the others not at all.
         num_steps: How many are timed.

@@ -32,7 +32,7 @@ def run(
 
     Args:
         healthy: Without the faults.
-        watch: Looks on.
+        watch: Observer of the loop.
         epochs: What the healthy one tells its sampler: three different numbers.
     """
     torch.manual_seed(0)

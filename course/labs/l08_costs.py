@@ -41,7 +41,7 @@ def crossing_bytes(model: GPTConfig, shape: GridShape, ranks_per_node: int, batc
 
 
 class Costs(NamedTuple):
-    """Of one step on one GPU.
+    """What one step on one GPU costs.
 
     Args:
         memory_bytes: Weights, gradients and optimizer.

@@ -60,7 +60,7 @@ def on_rings(x: torch.Tensor, grid: Grid, rings: Sequence[Sequence[int]]) -> tor
 
     Args:
         x: [N], summed in place.
-        grid: Of all ranks.
+        grid: Grid of all ranks.
         rings: For each the ranks in the order in which messages go round.
     """
     del grid  # all ranks take part

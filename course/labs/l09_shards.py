@@ -32,7 +32,7 @@ def difference(
     Args:
         make: Makes the whole module.
         shard: Turns it into this rank's shard.
-        features: Of the input.
+        features: Number of features of the input.
 
     Returns:
         The largest difference relative to the largest value, as text with one digit: of the output,
@@ -196,7 +196,7 @@ class SeparateAttention(nn.Module):
 
     Args:
         hidden_size: H.
-        num_heads: Of the whole.
+        num_heads: Number of heads of the whole layer.
     """
 
     def __init__(self, hidden_size: int = 64, num_heads: int = 4) -> None:

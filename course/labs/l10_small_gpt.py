@@ -50,7 +50,7 @@ def steps(
 
     Args:
         model: On this rank.
-        loss_of: Of its output and the targets.
+        loss_of: Loss of its output and the targets.
         count: Steps.
         finish: Called between backward and the optimizer.
         given: Batches in place of those of the text, for a model of something else.

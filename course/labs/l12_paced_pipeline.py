@@ -37,7 +37,7 @@ class Stage(nn.Module):
     """`tanh(x A + b)`, float64; the first stage reads the inputs, which come as x or beside it.
 
     Args:
-        number: Of the stage; its weights are drawn from it.
+        number: Number of the stage; its weights are drawn from it.
     """
 
     def __init__(self, number: int) -> None:
@@ -53,7 +53,7 @@ class Stage(nn.Module):
         return torch.tanh(self.linear(inputs if x is None else x))
 
     def gradient(self) -> torch.Tensor:
-        """Of all weights, one row."""
+        """Gradient of all weights, in one row."""
         rows = []
         for param in self.parameters():
             assert param.grad is not None
@@ -139,7 +139,7 @@ def run_schedule(
     Args:
         rank: This rank.
         actions: The schedule of all ranks.
-        num_stages, num_microbatches: Of the pipeline.
+        num_stages, num_microbatches: Sizes of the pipeline.
         stage_s: How long the actions of any stage take.
         repeats: Steps on the clock.
         stages: Modules to take in place of `Stage`, by their number.
@@ -178,7 +178,7 @@ def timeline(played: Sequence[Played]) -> Timeline:
     """The measured time line of all ranks, that of the step of median length.
 
     Args:
-        played: Of all ranks.
+        played: What each of all ranks played.
     """
     lines = [_step_timeline(played, step) for step in range(len(played[0].begins))]
     return sorted(lines, key=lambda line: line.total_s)[len(lines) // 2]
@@ -198,8 +198,8 @@ def difference(played: Sequence[Played], num_stages: int, num_microbatches: int)
     """The largest difference between a gradient of the pipeline and that of one process.
 
     Args:
-        played: Of all ranks.
-        num_stages, num_microbatches: Of the pipeline.
+        played: What each of all ranks played.
+        num_stages, num_microbatches: Sizes of the pipeline.
     """
     whole = gradients(num_stages, num_microbatches)
     largest = 0.0
@@ -219,7 +219,7 @@ class Experiment:
     Args:
         simulated, measured: Its time lines.
         played: What it did on each rank.
-        stages_per_rank: Of the schedule.
+        stages_per_rank: Number of stages on each rank in the schedule.
         is_right: Whether its gradients are those of one process, to 1e-12.
     """
 
@@ -252,8 +252,8 @@ def play(
 
     Args:
         ranks: Where it runs.
-        name: Of the schedule.
-        num_microbatches: Of a step.
+        name: Name of the schedule.
+        num_microbatches: Number of micro-batches of a step.
         stage_s: What all layers of one rank take for one micro-batch.
         stages_per_rank: v; each stage then takes 1/v of `stage_s`.
     """
@@ -276,7 +276,7 @@ def with_shorter_warmup(interleaved: Actions, stages_per_rank: int) -> Actions:
     """The interleaved schedule with p - 1 - r forwards less in the warm-up of rank r.
 
     Args:
-        interleaved: As published: 2 (p - 1 - r) + (v - 1) p forwards come first.
+        interleaved: Warm-up as published: 2 (p - 1 - r) + (v - 1) p forwards come first.
         stages_per_rank: v
     """
     num_ranks = len(interleaved)
@@ -303,7 +303,7 @@ def forget_tied_weights(model: ParallelModel) -> None:
     """Make a model treat its tied weights as two that have nothing to do with each other.
 
     Args:
-        model: Of `parallelize`, on this rank.
+        model: What `parallelize` returned on this rank.
     """
     forgetful = {}
     for name, sharding in model.shardings.items():
@@ -318,7 +318,7 @@ def gaps(line: Timeline, rank: int) -> dict[str, list[tuple[float, float]]]:
     end.
 
     Args:
-        line: Of 1F1B.
+        line: The timeline of 1F1B.
         rank: Whose gaps.
     """
     found: dict[str, list[tuple[float, float]]] = {"a": [], "b": [], "c": [], "d": []}
@@ -354,7 +354,7 @@ def table(actions: Actions, num_stages: int) -> str:
 
     Args:
         actions: {rank: its actions}.
-        num_stages: Of the pipeline.
+        num_stages: Number of stages of the pipeline.
     """
     lines = []
     for rank, row in ticks(actions, num_stages).items():

@@ -27,12 +27,12 @@ class Situation(NamedTuple):
 
     Args:
         about: In words.
-        num_parameters: Of the model.
+        num_parameters: Number of parameters of the model.
         num_layers: Into how many equal units its weights are divided.
-        nodes, ranks_per_node: Of the cluster.
-        room_bytes: Of a rank, for weights, gradients and optimizer.
-        inside_bytes_per_s: Of the link between two ranks of a node.
-        between_bytes_per_s: Of the link of a node to another one.
+        nodes, ranks_per_node: Number of nodes of the cluster, and of ranks on each.
+        room_bytes: Room of a rank in bytes, for weights, gradients and optimizer.
+        inside_bytes_per_s: Bytes per second of the link between two ranks of a node.
+        between_bytes_per_s: Bytes per second of the link of a node to another one.
     """
 
     about: str
@@ -49,10 +49,10 @@ class Layout(NamedTuple):
     """A choice, with what it costs.
 
     Args:
-        stage: Of ZeRO, 0 to 3.
+        stage: Stage of ZeRO, 0 to 3.
         ranks_of_a_copy: Over how many ranks a copy of the model is divided.
         kept_bytes: On each rank.
-        sending_s: Of a step, if nothing is hidden behind computing.
+        sending_s: Seconds of a step, if nothing is hidden behind computing.
     """
 
     stage: int

@@ -33,7 +33,7 @@ class Speeds(NamedTuple):
     """What things take, in seconds.
 
     Args:
-        forward_s, backward_s: Of one layer.
+        forward_s, backward_s: Seconds of one layer.
         message_s: To gather the weights of one layer, or to reduce-scatter their gradients.
     """
 
@@ -70,7 +70,7 @@ def play(
 
     Args:
         ranks: Over which the weights are divided.
-        num_layers: Of the model.
+        num_layers: Number of layers of the model.
         speeds: What a layer takes.
         layers_per_unit: How many layers are gathered together.
         prefetch: Gather the next unit while one computes.

@@ -114,7 +114,7 @@ class Lab:
 
         Args:
             script: Its path.
-            options: Of sbatch.
+            options: Options of sbatch.
             words: The script's own arguments.
             env: Environment variables of the shell that submits.
             timeout_s: After that the log is printed as it is, with a word that the job goes on.
@@ -275,7 +275,7 @@ def open_lab(name: str, nodes: int = 3) -> Lab:
     """Start the lab's cluster, remove what a killed notebook left behind, and print what there is.
 
     Args:
-        name: Of the lesson; each process has a cluster of its own.
+        name: Number of the lesson; each process has a cluster of its own.
         nodes: n1, n2, ..., each with 4 CPUs and 2 emulated GPUs.
     """
     _remove_old(name)
@@ -375,7 +375,7 @@ def at_rates(
     Args:
         lab: Where it runs.
         handle: A job that trains and logs each step.
-        rates: As `tc` writes them, such as "100mbit"; "off" is the link as it is.
+        rates: Rates as `tc` writes them, such as "100mbit"; "off" is the link as it is.
         count: Steps at each rate. The one under way while the rate changes, and the next, are left
             out.
         timeout_s: Limit for each rate.

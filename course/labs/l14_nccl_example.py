@@ -18,7 +18,7 @@ def two_nodes(rdma: bool = True, gpus: int = 4) -> str:
 
     Args:
         rdma: Whether NCCL finds the InfiniBand card of each node.
-        gpus: Of each node, one rank each.
+        gpus: Number of GPUs of each node, one rank each.
     """
     lines = ["gpu01:700:700 [0] NCCL INFO NCCL version 2.21.5+cuda12.4"]
     for rank in range(2 * gpus):

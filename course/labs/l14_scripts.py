@@ -22,7 +22,7 @@ from course.progress import status
 from labcode.slurm.run.client import Client, SlurmError
 
 POLL_S = 0.2
-MAX_RESTARTS = 1  # a job that goes back into the queue more often would do so for ever
+MAX_RESTARTS = 1  # a job that goes back into the queue more often would do so forever
 MEET_S = "30"  # how long ranks wait for each other: most scripts that fail do it there
 
 
@@ -37,7 +37,7 @@ class Ended:
         restarts: How often it was requeued.
         signalled: Whether it was sent the signal.
         early: Whether it asked for a requeue while its ranks still ran.
-        number: Of the job; "" if it was refused.
+        number: Number of the job; "" if it was refused.
     """
 
     state: str
@@ -87,8 +87,8 @@ class _OnCluster:
     """A job of the lab's cluster.
 
     Args:
-        lab: Of the cluster.
-        path: Of the script.
+        lab: Lab of the cluster.
+        path: Path of the script.
         env: Environment variables of the job.
     """
 
@@ -163,8 +163,8 @@ def run_script(
     """Submit a script, wait for its end, and return how it ended.
 
     Args:
-        lab: Of the lesson; without a cluster the stand-in runs the script.
-        text: Of the script.
+        lab: Lab of the lesson; without a cluster the stand-in runs the script.
+        text: Text of the script.
         limit_s: Then it is cancelled.
         signal_at_step: Once its log shows this step, the script is sent USR1, alone and once.
     """
@@ -189,7 +189,7 @@ def run_with_failing_ranks(text: str) -> Ended | None:
     """How a script ends whose ranks fail at once: on the stand-in, wherever the lab is.
 
     Args:
-        text: Of the script.
+        text: Text of the script.
 
     Returns:
         None if it came to no end in time, or started no ranks.

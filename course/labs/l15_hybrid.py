@@ -56,7 +56,7 @@ def site(limit_bytes: int | None = None) -> Site:
     """The cluster on this machine: one task for each rank, and no GPUs asked for.
 
     Args:
-        limit_bytes: Of memory for each rank; None: no limit.
+        limit_bytes: Bytes of memory for each rank; None: no limit.
     """
     setup = ()
     if limit_bytes is not None:
@@ -71,7 +71,7 @@ def job(form: Mapping[str, Any], name: str = "hybrid") -> Job:
 
     Args:
         form: nodes, ranks_per_node and fields of the config.
-        name: Of the job.
+        name: Name of the job.
     """
     fields = {field: value for field, value in form.items() if field not in SIZE}
     overrides = []
@@ -142,7 +142,7 @@ class Submit:
 
         Args:
             job: From `job`.
-            limit_bytes: Of memory for each rank; None: no limit.
+            limit_bytes: Bytes of memory for each rank; None: no limit.
         """
         key = render(job, site(limit_bytes))
         if key not in self._known:
@@ -181,10 +181,10 @@ def _limit(handle: LocalHandle, limit_bytes: int) -> bool:
 
 
 def plain(rank: int, changes: Mapping[str, Any]) -> list[dict[str, float]]:
-    """The same short training on a pool of ranks.
+    """Run the same short training on a pool of ranks.
 
     Args:
-        rank: Of this process.
+        rank: Rank of this process.
         changes: Fields of the config.
 
     Returns:
@@ -199,8 +199,9 @@ def plain(rank: int, changes: Mapping[str, Any]) -> list[dict[str, float]]:
 
 # ---- memory
 
-# Of each rank: less than the three tensors of 537 MB that micro-batch 32 has at once on the last
-# stage, and enough for micro-batch 2 (0.12 GB) with what torch takes before it begins (0.4 GB).
+# Memory of each rank: less than the three tensors of 537 MB that micro-batch 32 has at once on the
+# last stage, and enough for micro-batch 2 (0.12 GB) with what torch takes before it begins (0.4
+# GB).
 LIMIT_BYTES = 1_500_000_000
 
 

@@ -62,7 +62,7 @@ class Outcome:
     Args:
         log: What it printed, errors included.
         exit_status: 0 where it reached its end.
-        step_ms: Of the last step; NaN without one.
+        step_ms: Milliseconds of the last step; NaN without one.
     """
 
     log: str

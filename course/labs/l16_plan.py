@@ -18,7 +18,7 @@ class Case:
 
     Args:
         about: In words.
-        model: Its shape.
+        model: Shape of the model.
         global_batch: Samples of a step, which must not change.
         room_bytes: For tensors.
         flops_per_s: {dtype: what the device reaches in products of it}.

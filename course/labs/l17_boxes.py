@@ -47,7 +47,9 @@ def _even(length: int, parts: int) -> list[tuple[int, int]]:
     found = []
     first = 0
     for part in range(parts):
-        size = length // parts + (part < length % parts)
+        size = length // parts
+        if part < length % parts:
+            size += 1  # the first parts take what is left over
         found.append((first, size))
         first += size
     return found

@@ -78,7 +78,7 @@ class Seen:
     Args:
         root: The folder that is watched.
         killed_at: The number of the operation before which it dies; None: it lives.
-        names: Of its operations, such as "mkdir step-00000008.partial".
+        names: Names of its operations, such as "mkdir step-00000008.partial".
         renames: Within the folder, or into it.
         synced: {(device, inode): size when it was last synced}.
         synced_names: {(device, inode) of a folder: what was in it when it was last synced}.
@@ -250,7 +250,7 @@ def tree(folder: Path, sizes: Mapping[str, int] | None = None) -> str:
     """What is in a folder of checkpoints, a line for each of them.
 
     Args:
-        folder: Of the checkpoints.
+        folder: Folder of the checkpoints.
         sizes: {file: its bytes, were it whole}; shorter ones are told.
     """
     lines = []

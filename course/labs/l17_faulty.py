@@ -102,9 +102,19 @@ def read_from_a_slow_disk() -> None:
     time.sleep(STUCK_S)
 
 
+def kill_this_process() -> None:
+    """End at once, as when the kernel needs the memory or the node dies."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def warn_this_process() -> None:
+    """Send what SLURM sends some time before the limit."""
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
 FAULTS: dict[str, Callable[[], None]] = {
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "signal": lambda: os.kill(os.getpid(), signal.SIGUSR1),
+    "kill": kill_this_process,
+    "signal": warn_this_process,
     "stuck": read_from_a_slow_disk,
 }
 
@@ -113,7 +123,7 @@ def told(output: str) -> str:
     """What the ranks said, without what differs from run to run, most steps and the sample text.
 
     Args:
-        output: Of `launch.run`.
+        output: What `launch.run` returned.
     """
     lines = []
     steps = []  # that have not been told yet

@@ -17,18 +17,18 @@ class Site:
     """A cluster, and the training that is to run on it: what is known beforehand.
 
     Args:
-        gpus: Of the job.
+        gpus: Number of GPUs of the job.
         gpu_mtbf_s: Mean time between failures, of one GPU with its share of all the rest.
         preemptions_per_day: How often others take the nodes away.
         notice_s: So long before that the ranks get a signal.
         restart_s: From a failure, or a preemption, until the run works again.
-        checkpoint_bytes: Of one checkpoint.
+        checkpoint_bytes: Bytes of one checkpoint.
         write_bytes_per_s: All ranks together, to the file system.
         copy_s: Until the GPUs' tensors are copied into the memory of the nodes.
         slowdown: The part of its speed that training loses while files are written beside it.
         background_write_factor: How much longer the files take, written beside the training.
         max_writing: The part of the time in which the site lets one job write.
-        quota_bytes: Of the job, on the file system.
+        quota_bytes: Bytes that the job may have on the file system.
     """
 
     gpus: int = 2048
@@ -104,7 +104,7 @@ class Cost:
     Args:
         saving: Standing still for checkpoints, or being slowed down by them.
         lost: Work that is done again.
-        restarting: Until work goes on.
+        restarting: Seconds until work resumes.
     """
 
     saving: float

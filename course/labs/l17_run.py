@@ -73,7 +73,7 @@ def write(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> None
     """Write a checkpoint, whole or not at all, and keep the newest ones.
 
     Args:
-        folder: Of all checkpoints.
+        folder: Folder of all checkpoints.
         step: Steps done.
         state: What `torch.save` can write.
         keep: How many stay.
@@ -84,7 +84,7 @@ def write(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> None
 
 
 def save(folder: Path, step: int, files: dict[str, bytes], keep: int) -> None:
-    """As `write`, from bytes."""
+    """Write a checkpoint like `write`, from bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step:08d}"
     partial = final.with_suffix(".partial")

@@ -28,7 +28,7 @@ def backward(model: GPT, batch: int) -> float:
     """Leave the gradients of one batch in the model; returns its loss.
 
     Args:
-        model: Of `small_gpt`; what it had of gradients is gone.
+        model: A model of `small_gpt`; the gradients that it had are gone.
         batch: Its number, which says what its tokens are.
     """
     random = torch.Generator().manual_seed(FIRST_SEED + batch)

@@ -96,7 +96,7 @@ def tensors(steps: int = 40) -> dict[str, Tensor]:
     """Input, weight and gradient of the output of one linear layer, after some training.
 
     Args:
-        steps: Of training.
+        steps: Number of steps of training.
     """
     model = new_model()
     train(model, steps)
@@ -124,9 +124,9 @@ def gradient_errors(recipe: Recipe, *, head_too: bool = False, steps: int = 40) 
     Here g is the gradient with the products in FP8, and g32 that in float32.
 
     Args:
-        recipe: Of FP8.
+        recipe: Recipe of FP8.
         head_too: The head computes in FP8 as well.
-        steps: Of training, in float32.
+        steps: Number of steps of training, in float32.
     """
     model = new_model()
     train(model, steps)
@@ -267,7 +267,7 @@ def cheapest(x: Tensor, most_error: float) -> str | None:
 
     Args:
         x: [.., a multiple of 32]
-        most_error: As `relative_error`.
+        most_error: Largest relative error.
 
     Returns:
         Its name in OPTIONS; None: there is none.
@@ -335,7 +335,7 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Exercise 18.5: (x * scale in 8 bits, the scale, a float32 tensor without dims).
 
     Args:
-        x: Of any shape and floating dtype.
+        x: Tensor of any shape and floating dtype.
         dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
     """
     largest = torch.finfo(dtype).max

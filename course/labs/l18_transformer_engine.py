@@ -33,7 +33,7 @@ WARM_UP = 10  # steps that do not count: kernels are chosen, and the first scale
 
 
 class Sizes(NamedTuple):
-    """Of one transformer layer, in the order in which `te.TransformerLayer` takes them."""
+    """Sizes of one transformer layer, in the order in which `te.TransformerLayer` takes them."""
 
     hidden_size: int
     ffn_hidden_size: int
@@ -173,7 +173,7 @@ def batch(
 
     Args:
         layout: Says over how many ranks the tokens are cut.
-        sizes: Of the layer.
+        sizes: Sizes of the layer.
         tokens: S, of a whole sequence.
         samples: B, of this rank.
         device: Where.
@@ -220,7 +220,7 @@ def measure(name: str, sizes: Sizes = GUIDE, tokens: int = 2048, samples: int = 
 
     Args:
         name: A key of LAYOUTS.
-        sizes: Of the layer; those of the guide.
+        sizes: Sizes of the layer; those of the guide.
         tokens: S
         samples: B of each rank.
 

@@ -79,7 +79,7 @@ class Trained(NamedTuple):
     """What a short training has left.
 
     Args:
-        losses: Of all steps; none if it broke off.
+        losses: Losses of all steps; none if it broke off.
         val_loss: After the last step; nan if it broke off.
         said: All that this rank printed.
         num_bad_gradients: Weights of this rank whose gradient has a value that is not finite.
@@ -95,7 +95,7 @@ def train(options: str, out: str, fault: Fault | None = None) -> Trained:
     """What `python -m labcode.train` does with these options, on a rank of a pool.
 
     Args:
-        options: As on the command line.
+        options: Options as on the command line.
         out: Folder of the run.
         fault: Planted before the first step; None: none.
     """
@@ -156,7 +156,7 @@ def plant(training: Training, fault: Fault) -> None:
 
     Args:
         training: Before its first step.
-        fault: Of this rank.
+        fault: Fault of this rank.
     """
     module: Any = training.model.module.get_submodule(fault.layer)
     right = getattr(module.product, fault.product)
@@ -183,7 +183,7 @@ def table(found: Mapping[tuple[str, int], float], statistic: str, step: int) -> 
     Args:
         found: By `debug.on_layers.read_statistics`.
         statistic: Its name, such as "underflows%".
-        step: As in the file: the first step is 0.
+        step: Step as in the file: the first step is 0.
     """
     rows = []
     for layer in LAYERS:
@@ -234,7 +234,7 @@ class Recorded(NamedTuple):
 
     Args:
         name: Such as "output of blocks.0.mlp.up".
-        whole: Of the first run, as one process has it.
+        whole: Record of the first run, as one process has it.
         parts: {rank of the second run: (where, what the rank holds)}: `whole[where]` is what the
             same part was in the first run.
     """

@@ -94,7 +94,7 @@ class Cluster:
     Args:
         name: What it is called.
         flops_per_s: That products reach on one GPU within a training.
-        memory_bytes: Of a GPU.
+        memory_bytes: Memory of a GPU in bytes.
         gpus_per_node: How many.
         inside, between: The link of a GPU within a node, and its share of the node's adapters.
     """
@@ -112,7 +112,7 @@ class Found(NamedTuple):
 
     Args:
         step_s: Predicted seconds of a step.
-        memory_bytes: Of the fullest rank, without what is reserved.
+        memory_bytes: Bytes on the fullest rank, without what is reserved.
         layout: Which.
     """
 
@@ -200,7 +200,7 @@ def products(shape: Shape) -> int:
 def flops(
     shape: Shape, samples: float, *, causal: bool = False, checkpointing: str = "none"
 ) -> float:
-    """FLOPs of forward and backward for so many samples."""
+    """FLOPs of forward and backward for that many samples."""
     tokens = samples * shape.tokens
     attention = 4 * tokens * shape.tokens * shape.hidden
     if causal:
@@ -212,7 +212,7 @@ def flops(
 
 
 def state_bytes(weights: float, zero: int, ranks: int) -> float:
-    """Of weights, gradients and optimizer on one rank."""
+    """Bytes of weights, gradients and optimizer on one rank."""
     parts: dict[str, float] = dict(STATE_BYTES)
     for stage, name in enumerate(("optimizer", "gradients", "weights"), 1):
         if zero >= stage:
@@ -426,8 +426,8 @@ class OfThisMachine(NamedTuple):
     """What two ranks measure together.
 
     Args:
-        flops_per_s: Of a large product on one rank, while the other computes as well.
-        link: Of an all-reduce.
+        flops_per_s: FLOP/s of a large product on one rank, while the other computes as well.
+        link: Latency and bandwidth of an all-reduce.
     """
 
     flops_per_s: float
@@ -455,8 +455,8 @@ def measured_step_s(shape: Shape, samples: int, average: bool) -> float:
     """Median seconds of forward, backward and the average of the gradients on this rank.
 
     Args:
-        shape: Of the model.
-        samples: Of this rank.
+        shape: Shape of the model.
+        samples: Number of samples on this rank.
         average: Whether gradients are averaged over all ranks.
     """
     torch.set_num_threads(1)
@@ -488,7 +488,7 @@ class Error(NamedTuple):
 
     Args:
         runs: How many it was asked for.
-        median, p90: Of the absolute relative errors of the step time.
+        median, p90: Median and 90th percentile of the absolute relative errors of the step time.
         regret: Mean over sweeps: how much longer the layout takes that it would choose.
     """
 
@@ -499,7 +499,7 @@ class Error(NamedTuple):
 
 
 def errors() -> dict[str, Error]:
-    """Of labcode.perf and of the rule of thumb, over all timed runs that ship."""
+    """Errors of labcode.perf and of the rule of thumb, over all timed runs that ship."""
     runs = published_runs()
     found = {}
     for name, predictor in {
@@ -528,7 +528,7 @@ def worst_picks(most: int = 5) -> list[str]:
     """The sweeps in which labcode.perf has picked worst, one line each.
 
     Args:
-        most: So many lines.
+        most: Largest number of lines.
     """
     picks = sorted(accuracy.picks(published_runs()), key=_regret, reverse=True)
     lines = []
@@ -557,11 +557,11 @@ class Zero3Run(NamedTuple):
     """GPT-3 with ZeRO-3 on 1,536 A100s, as DeepSpeed was in 2021.
 
     Args:
-        measured_s: Of a step.
+        measured_s: Measured seconds of a step.
         predicted_s: By labcode.perf.
         other_s: Measured with tp and a pipeline on as many GPUs.
         other_predicted_s: By labcode.perf.
-        latency_s: Of all rings in a step, if each matrix is gathered by itself, twice.
+        latency_s: Latency of all rings in a step, if each matrix is gathered by itself, twice.
     """
 
     measured_s: float
@@ -728,10 +728,10 @@ def scaling(
     """The best layout on each number of GPUs, and what limits it.
 
     Args:
-        shape: Of the model.
-        cluster: Where.
+        shape: Shape of the model.
+        cluster: Cluster on which it runs.
         sizes: Numbers of GPUs, the smallest first.
-        batch_of: The global batch on so many.
+        batch_of: Global batch on that many.
     """
     points = []
     for gpus in sizes:

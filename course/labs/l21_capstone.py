@@ -77,13 +77,13 @@ class Brief:
     """What somebody wants to have trained.
 
     Args:
-        shape: Of the model.
+        shape: Shape of the model.
         cluster: Where, as labcode.perf knows it.
         gpus: How many of it.
         global_batch: Samples of a step.
-        budget_tokens: Of the whole training.
+        budget_tokens: Tokens of the whole training.
         most_days: Until when it has to be done.
-        convention: Of `CONVENTIONS`: which bytes a rank keeps of a parameter.
+        convention: Name in `CONVENTIONS`: which bytes a rank keeps of a parameter.
     """
 
     shape: Shape
@@ -101,7 +101,7 @@ class Brief:
 
     @property
     def peak_flops_per_s(self) -> float:
-        """Of one GPU, by its datasheet."""
+        """Peak of one GPU, by its datasheet."""
         return self.cluster.gpu.peak("bfloat16")
 
 
@@ -253,7 +253,7 @@ def own_cluster(text: str = CLUSTER_TEXT, name: str = "my.toml") -> Cluster:
 
 
 def with_network(cluster: Cluster, factor: float) -> Cluster:
-    """The same nodes, with a network so many times as fast."""
+    """The same nodes, with a network that is `factor` times as fast."""
     rate = cluster.between.beta_bytes_per_s * factor
     between = dataclasses.replace(cluster.between, beta_bytes_per_s=rate)
     return dataclasses.replace(cluster, between=between)
@@ -327,7 +327,7 @@ class Trained:
 
     Args:
         step_s: Median seconds of a step, without the first ones.
-        losses: Of the steps that were logged.
+        losses: Losses of the steps that were logged.
     """
 
     step_s: float
@@ -349,8 +349,8 @@ def train_here(name: str, changes: str, ranks: int = 8) -> Trained:
     """Train gpt_tiny for some steps.
 
     Args:
-        name: Of its folder.
-        changes: As on the command line.
+        name: Name of its folder.
+        changes: Changes as on the command line.
         ranks: How many.
     """
     out = Path("runs") / name

@@ -30,7 +30,7 @@ def add_aligned(terms: Tensor, fraction_bits: int) -> Tensor:
 
     Args:
         terms: [.., n] float64.
-        fraction_bits: Of the largest term that are kept.
+        fraction_bits: Number of fraction bits of the largest term that are kept.
 
     Returns:
         [..]
@@ -50,7 +50,7 @@ def short_product(
         a: [M, K]
         b: [N, K]
         piece: After so many products a sum is added to one in float64 and begins anew; None: never.
-        fraction_bits: Of a sum.
+        fraction_bits: Number of fraction bits of a sum.
 
     Returns:
         [M, N] float64.
@@ -77,8 +77,8 @@ def numbers(kind: str, length: int, rows: int = 24) -> tuple[Tensor, Tensor]:
 
     Args:
         kind: "of both signs" or "positive".
-        length: Of the sum of their product.
-        rows: Of each.
+        length: Number of terms in each sum of their product.
+        rows: Number of rows of each factor.
     """
     generator = torch.Generator().manual_seed(length)
     draw = torch.randn if kind == "of both signs" else torch.rand
@@ -100,8 +100,8 @@ def quantize_tiles(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
     Args:
         x: [R, C]
-        rows: Of a tile; divides R.
-        columns: Of a tile; divides C.
+        rows: Number of rows of a tile; divides R.
+        columns: Number of columns of a tile; divides C.
 
     Returns:
         [R, C] float8_e4m3fn, and [R / rows, C / columns] float32.
@@ -168,7 +168,7 @@ def to_nvfp4(
         x: float32. Rows, and for squares columns too, are filled up with zeros to whole blocks.
         square: A scale for each 16 x 16 numbers.
         stochastic: Stochastic rounding.
-        generator: Of the chance.
+        generator: Generator of the chance with which it rounds.
     """
     rows, columns = x.shape
     below = -rows % BLOCK if square else 0
@@ -209,8 +209,8 @@ def products(
         x: [T, H]
         w: [F, H]
         dy: [T, F]
-        quantize: As `to_nvfp4`.
-        rotate: As `rotated`.
+        quantize: A function such as `to_nvfp4`.
+        rotate: A function such as `rotated`.
     """
     weight = quantize(w, square=True)
     y = quantize(x) @ weight.T
@@ -274,7 +274,7 @@ def operands_of_the_head(steps: int = 80) -> tuple[Tensor, Tensor]:
     """(gradient of the logits [T, V], input of the head [T, H]) after some training in float32.
 
     Args:
-        steps: Of training.
+        steps: Number of steps of training.
     """
     model = l18_gpt.new_model()
     l18_gpt.train(model, steps)
@@ -308,7 +308,7 @@ def trained(run: str, seed: int, steps: int = STEPS) -> list[float]:
 
     Args:
         run: A key of RUNS.
-        seed: Of the weights at the start and of the rounding by chance.
+        seed: Seed of the weights at the start and of the rounding by chance.
         steps: How many.
     """
     model: nn.Module = l18_gpt.new_model(seed)
@@ -328,8 +328,8 @@ def all_trained(ranks: Any, steps: int = STEPS) -> dict[tuple[str, int], list[fl
     """{(run, seed): loss of each step}: bfloat16 with three seeds, the others with two.
 
     Args:
-        ranks: Of `course.lab.Ranks`, who share the work.
-        steps: Of each training.
+        ranks: Ranks, as `course.lab.Ranks` makes them, that share the work.
+        steps: Number of steps of each training.
     """
     jobs = [("bfloat16", seed) for seed in (0, 1, 2)]
     for run in RUNS:

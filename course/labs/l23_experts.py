@@ -31,7 +31,7 @@ class Mixture(NamedTuple):
         moe_layers: Layers with experts.
         hidden_size: Features of a token.
         expert_ffn: Features inside one expert, which has three matrices.
-        experts: Of each of these layers; a token uses some of them.
+        experts: Number of experts of each of these layers; a token uses some of them.
         top_k: How many.
         shared: Further experts of each layer, through which every token goes.
         others: All other parameters: attention, embeddings, layers without experts.
@@ -195,7 +195,7 @@ class Training(NamedTuple):
     """What became of a training.
 
     Args:
-        losses: Of each step, nats per character.
+        losses: Losses of each step, nats per character.
         loads: [steps, layers, E], the fraction of the rows that each expert got.
     """
 
@@ -208,7 +208,7 @@ def trained(run: str, seed: int = 0, steps: int = STEPS) -> Training:
 
     Args:
         run: A key of RUNS.
-        seed: Of the weights at the start.
+        seed: Seed of the weights at the start.
         steps: How many.
     """
     model = layers.initialize(gpt.GPT(RUNS[run]), seed=seed)
@@ -256,7 +256,7 @@ def all_trained(ranks: Any) -> dict[str, Training]:
     """{run: its training}, for all of RUNS; in one kernel they are trained once.
 
     Args:
-        ranks: Of `course.lab.Ranks`, who share the work.
+        ranks: Ranks, as `course.lab.Ranks` makes them, that share the work.
     """
     if not _done:
         for share in ranks.run(my_share, list(RUNS)):

@@ -155,11 +155,11 @@ def kind_of(grad: torch.Tensor | None) -> str:
 
 
 def alone(layer_alone: Layer, load: str = LOADS[0], k: int = 2) -> dict[str, torch.Tensor]:
-    """The same of one process that has all tokens and all experts.
+    """The layer on one process that has all tokens and all experts.
 
     Args:
         layer_alone: `layer(x, router, up, down, k)`.
-        load, k: As of `step`.
+        load, k: As in `step`.
     """
     whole = tensors(load)
     read = [whole.x, whole.router, whole.up, whole.down]
@@ -294,7 +294,7 @@ def bytes_of(way: str, num_tokens: int, num_experts: int = 4, k: int = 2) -> dic
 
     Args:
         way: "rows travel", with ep = 4; or "weights travel", with ZeRO-3 over the four ranks.
-        num_tokens: Of this rank.
+        num_tokens: Number of tokens on this rank.
         num_experts: E
         k: Experts of a token.
     """
@@ -338,7 +338,7 @@ def patient(name: str, layer: Layer, load: str = LOADS[0]) -> Gradients:
     """What one of the patients "A", "B" and "C" gives on this rank, gradients summed already.
 
     Args:
-        name: Of the patient.
+        name: Name of the patient.
         layer: Exercise 24.3, finished.
         load: One of `LOADS`.
     """

@@ -8,7 +8,7 @@ nobody to notice. (torch.distributed.checkpoint gives torch.save streams of its 
 
 With --counted before FILE rank 0 prints at the end which collectives it has started: "counted
 {kind: [calls, bytes]}" as JSON. Not for DDP: what is counted belongs to Python, also DDP's buckets,
-and a rank that frees its model right after an all-reduce may then wait for ever. The thread of gloo
+and a rank that frees its model right after an all-reduce may then wait forever. The thread of gloo
 wants Python's lock to free a bucket, and the process, which has the lock, waits for that thread
 (PyTorch 2.13: 7 of 26 runs of two ranks).
 """

@@ -84,7 +84,7 @@ def raise_first(
     """Raise the earliest failure among the answers; does nothing if there is none.
 
     Args:
-        answers: Of all ranks; empty: a rank that has not answered.
+        answers: Answers of all ranks; empty: a rank that has not answered.
         explain: What to say if the failure is that a rank waited in vain; it is given the ranks
             that have finished.
     """
@@ -111,7 +111,7 @@ def where_ranks_were(places: Sequence[Answer], answers: Sequence[Answer]) -> str
 
     Args:
         places: What each rank has said of its frames; empty: nothing.
-        answers: Of all ranks; empty: a rank that has not answered.
+        answers: Answers of all ranks; empty: a rank that has not answered.
     """
     alike: dict[str, list[int]] = {}
     for rank, (place, answer) in enumerate(zip(places, answers)):

@@ -35,8 +35,8 @@ class Engine:
 
     Args:
         channel: To the pool.
-        rank: Of this process.
-        folder: Of the pool.
+        rank: Rank of this process.
+        folder: Folder of the pool.
     """
 
     def __init__(self, channel: Connection, rank: int, folder: Path) -> None:
@@ -221,9 +221,9 @@ def main(
     Args:
         channel: Descriptor of the connection to the pool.
         listener: Descriptor that listens at the address; for rank 0.
-        rank: Of this process.
+        rank: Rank of this process.
         n: Number of ranks.
-        folder: Of the pool.
+        folder: Folder of the pool.
         timeout_s: How long a collective waits for a rank that does not come.
         address: Host and port, at which the ranks meet.
     """

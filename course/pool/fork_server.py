@@ -167,7 +167,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Of the server."""
+        """Process id of the server."""
         return self._process.pid
 
     def is_there(self) -> bool:

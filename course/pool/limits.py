@@ -15,8 +15,8 @@ import psutil
 from labcode.runtime.hardware import free_memory_bytes
 from labcode.runtime.units import binary_bytes
 
-# Of one rank, with a DDP model and an optimizer of a few numbers: 12 MiB where ranks are forks, and
-# some 120 where each has to import torch. What it computes comes on top.
+# Memory of one rank, with a DDP model and an optimizer of a few numbers: 12 MiB where ranks are
+# forks, and some 120 where each has to import torch. What it computes comes on top.
 ENGINE_BYTES = 128 * 2**20
 MAX_TIMEOUT_S = 1e6  # gloo counts milliseconds in 32 bits
 # Open files of the owner, on top of those that it has: two connections to each rank.
@@ -40,7 +40,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def time_limit_s(own: float | None) -> float | None:
-    """How long a call may take: its own limit, or else that of the block; None is for ever."""
+    """How long a call may take: its own limit, or else that of the block; None is forever."""
     return _limit_s.get() if own is None else own
 
 

@@ -50,7 +50,7 @@ class Processes:
     """`n` ranks; they end when this process does, however it ends.
 
     Args:
-        server: Of which they are forks.
+        server: Server that they are forks of.
         n: Number of ranks.
         timeout_s: How long a collective waits for a rank that does not come.
         sees_gpus: They may use GPUs.
@@ -176,7 +176,7 @@ class Processes:
         """What a rank has printed since this was asked last.
 
         Args:
-            rank: Of the pool.
+            rank: Rank in the pool.
             name: "out" or "err".
         """
         path = self.folder / f"{name}-{rank}"

@@ -198,7 +198,7 @@ class Ranks:
             pass_rank: True or False decides whether the rank is passed, whatever the first
                 parameter is called.
             limit_s: How long the call may take before its ranks are stopped; None is what
-                `limits.limited` says, and for ever outside of it.
+                `limits.limited` says, and forever outside of it.
 
         Returns:
             The results in rank order.
@@ -236,7 +236,7 @@ class Ranks:
             name: By which tracebacks know it.
 
         Raises:
-            RankError: As of `run`.
+            RankError: As in `run`.
         """
         with self._turn:
             processes = self._ready()
@@ -358,9 +358,9 @@ class _Watch:
     """Looks, while a call runs, whether its ranks wait for one that will never come.
 
     Args:
-        processes: Of the pool.
+        processes: Processes of the pool.
         n: Number of ranks.
-        limit_s: How long the call may take; None is for ever.
+        limit_s: How long the call may take; None is forever.
     """
 
     def __init__(self, processes: Processes, n: int, limit_s: float | None) -> None:

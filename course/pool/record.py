@@ -2,8 +2,8 @@
 
 Every engine writes one file in the folder of its pool (`recorder`); the other engines and the
 notebook read it. It is to the pool what the flight recorder of NCCL is to a job: it answers "who is
-missing?" and "who called something else?" when ranks wait in vain, or when gloo has ended a
-process.
+missing?" and "who called something else?" when ranks wait for a call that never comes, or when
+gloo has ended a process.
 
     file of a rank
         header    how many calls, when the current call of the pool began, what it waits in
@@ -70,8 +70,8 @@ class LastCollective(NamedTuple):
 
     Args:
         name: all_reduce, broadcast, send, recv, barrier, new_group ...
-        dtype: Of the tensor that this rank passed: "float32"; "" for a barrier.
-        shape: Of that tensor.
+        dtype: Dtype of the tensor that this rank passed: "float32"; "" for a barrier.
+        shape: Shape of that tensor.
         peer: Global rank of the root, or of the other end of a message; None where there is none.
         group: Global ranks that take part.
         number: The how-maniest call of this group it is, from 1; of messages, between these two.
@@ -112,7 +112,7 @@ class Record:
     """The files of all ranks of a pool, to read.
 
     Args:
-        folder: Of the pool.
+        folder: Folder of the pool.
         n: Number of ranks; beyond `MAX_RANKS` nothing is recorded.
     """
 
@@ -162,7 +162,7 @@ class Record:
         return None
 
     def mismatch_at(self, place: int) -> str | None:
-        """As `mismatch`, for one place in the files."""
+        """Like `mismatch`, for one place in the files."""
         at = PLACES_AT + place * PLACE_WORDS
         parties: dict[tuple[int, ...], list[int]] = {}
         for rank, file in enumerate(self.files):

@@ -55,7 +55,7 @@ class _Watched(NamedTuple):
     """Where a method of ProcessGroup has what counts; None where it has none.
 
     Args:
-        name: As in `torch.distributed`.
+        name: Name as in `torch.distributed`.
         tensor: Number of the argument with this rank's tensor, or a list of it.
         root: Number of the argument with the options that hold the root.
         parts: Number of the argument with the list of all ranks' tensors. If they differ in size,
@@ -118,7 +118,7 @@ class Recorder:
     """Writes the calls of this rank and compares them with those of the others.
 
     Args:
-        folder: Of the pool.
+        folder: Folder of the pool.
         rank: This rank.
         n: Number of ranks.
     """
@@ -307,7 +307,7 @@ def _describe(
         dtype = _DTYPES.get(tensor.dtype, record.OTHER_DTYPE)
         dims = list(tensor.shape[: record.MAX_DIMS])
         numel = tensor.numel() if compared else 0
-    # Of a message both ends are one call. Their tensors are not compared: a message that an earlier
+    # Both ends of a message are one call. Their tensors are not compared: a message that an earlier
     # call of the pool left unreceived would set all later ones of the pair against each other.
     is_message = record.NAMES[name] in ("send", "recv")
     agreed = _NAMES["message"] if is_message else name | dtype << 8 | (root + 1) << 16
@@ -320,7 +320,7 @@ def _describe(
 
 
 def _key(*parts: Any) -> int:
-    """The same number on all ranks; never 0."""
+    """Key of the group, the same number on all ranks; never 0."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") | 1
 

@@ -202,7 +202,7 @@ class Grid:
             (the group of this rank's part, the group of the ranks at its place in each part)
 
         Raises:
-            ValueError: The axis cannot be cut into so many equal parts, or the grid is a fleet.
+            ValueError: The axis cannot be cut into that many equal parts, or the grid is a fleet.
 
         Held by: tests/ranks/test_grid.py::test_an_axis_is_split_into_parts_of_neighbours
         """

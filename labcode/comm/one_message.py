@@ -16,7 +16,7 @@ def in_one_message(
     price is a second copy of the tensors while it is under way, and two passes over them.
 
     Args:
-        tensors: Of one dtype and device, any shapes.
+        tensors: Tensors of one dtype and on one device, of any shapes.
         communicate: Changes a flat tensor in place: `dist.all_reduce` or `dist.broadcast`.
         arguments: What it takes beside the tensor.
     """

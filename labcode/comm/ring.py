@@ -182,7 +182,7 @@ def loopback_bytes() -> int:
     """Bytes that this machine's loopback device has carried since boot, for all programs.
 
     Messages between ranks on one machine go through it, packet headers included. The difference of
-    two readings is what a collective really sent, whoever implemented it.
+    two readings is what a collective really sent, whatever its implementation.
     """
     devices = psutil.net_io_counters(pernic=True)
     total = 0

@@ -58,8 +58,8 @@ def decode(values: np.ndarray, units: str, calendar: str) -> np.ndarray:
 
     Args:
         values: [T] numbers.
-        units: As "days since 1850-01-01".
-        calendar: As "noleap".
+        units: Unit and origin, such as "days since 1850-01-01".
+        calendar: Name of the calendar, such as "noleap".
 
     Returns:
         [T] numpy datetimes, in milliseconds.

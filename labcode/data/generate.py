@@ -46,8 +46,8 @@ class Plan(NamedTuple):
     Args:
         num_times: How many.
         lat, lon: Degrees.
-        chunks: Of a variable: times, latitudes, longitudes.
-        seed: Of the random fields.
+        chunks: Sizes of a variable's chunks: times, latitudes, longitudes.
+        seed: Seed of the random fields.
         compress: Whether chunks are compressed.
     """
 
@@ -60,12 +60,12 @@ class Plan(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of a variable."""
+        """Shape of a variable."""
         return (self.num_times, len(self.lat), len(self.lon))
 
     @property
     def num_bytes(self) -> int:
-        """Of all variables, without compression."""
+        """Bytes of all variables, without compression."""
         return 4 * len(VARIABLES) * math.prod(self.shape)
 
 

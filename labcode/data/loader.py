@@ -133,7 +133,7 @@ class Loader:
         num_parts: Micro-batches of a step.
         config: Who reads, and how far ahead.
         device: Where the batches go.
-        dtype: Of floating-point samples, on the device; None: as they are.
+        dtype: Dtype of floating-point samples on the device; None: they keep theirs.
 
     Attributes:
         waited_s: Seconds that `take` has kept the loop waiting so far, all steps together: the
@@ -269,7 +269,7 @@ class _Guarded(Dataset):
         try:
             batches = self.reader[step]
             # Done here, where an error can be told: the thread of multiprocessing that would do it
-            # prints its errors and drops the batch, for which the rank then waits for ever.
+            # prints its errors and drops the batch, for which the rank then waits forever.
             for batch in batches:
                 for tensor in batch:
                     tensor.share_memory_()
@@ -364,7 +364,7 @@ class _Workers:
 
     def _make_loader(self) -> DataLoader:
         _start_server()
-        # runs before the hook of multiprocessing, which would wait for workers for ever
+        # runs before the hook of multiprocessing, which would wait for workers forever
         atexit.register(_close_at_exit, weakref.ref(self))
         return DataLoader(
             _Guarded(self.reader),
@@ -431,7 +431,7 @@ class _Workers:
             return
         workers = list(iterator._workers)
         # A worker may be reading for seconds. It is killed, unless a thread reads what it sends,
-        # which would wait for the rest of a message for ever.
+        # which would wait for the rest of a message forever.
         if not self.pinned:
             _kill(workers)
             # one that was killed may have held the lock of their common event, and nobody is left
@@ -442,7 +442,7 @@ class _Workers:
 
 
 def _close_at_exit(workers: "weakref.ref[_Workers]") -> None:
-    """Whoever has forgotten to close a loader may end all the same."""
+    """A process that has forgotten to close a loader ends all the same."""
     there = workers()
     if there is not None:
         there.close()

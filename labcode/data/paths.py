@@ -3,7 +3,7 @@
 import stat
 from pathlib import Path
 
-# what a path may lead to that is no file; a named pipe waits for ever, a device may never end
+# what a path may lead to that is no file; a named pipe waits forever, a device may never end
 KINDS = (
     (stat.S_ISFIFO, "a named pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -16,7 +16,7 @@ def user_path(path: str | Path, field: str) -> Path:
     """A path with the home folder in place of `~`.
 
     Args:
-        path: As in the config.
+        path: Path as it stands in the config.
         field: The field it comes from, for the message: "data.path".
 
     Raises:
@@ -34,7 +34,7 @@ def user_path(path: str | Path, field: str) -> Path:
 def check_is_file(path: Path, what: str) -> None:
     """Refuse what opens like a file and never ends, or never begins.
 
-    A path that does not exist, or is a folder, is left to whoever opens it.
+    A path that does not exist, or is a folder, is left to the code that opens it.
 
     Args:
         path: To be read.

@@ -49,8 +49,8 @@ from labcode.runtime.units import si
 SHAKESPEARE = Path(__file__).parents[1] / "assets" / "shakespeare.txt.gz"
 CACHE = "~/.cache/labcode"
 FORMAT = 2  # of the token files: those of another format are made again
-# Of a text, unpacked. Its characters and its tokens are in memory together once, and a packed file
-# of 4 MB may hold as much.
+# Largest size of an unpacked text. Its characters and its tokens are in memory together once, and a
+# packed file of 4 MB may hold as much.
 MOST_TEXT_BYTES = 4 * 10**9
 READ_BYTES = 2**20  # at once
 PROGRESS_S = 5.0
@@ -142,8 +142,8 @@ class TextSplits:
 
     Args:
         train, val: The windows.
-        tokenizer: Of this text.
-        sha256: Of the text as it was read, unpacked: a run that resumes must find the same.
+        tokenizer: Tokenizer of this text.
+        sha256: SHA-256 of the text as it was read, unpacked: a run that resumes must find the same.
     """
 
     train: TextDataset
@@ -197,8 +197,8 @@ class _PlaceInFile(NamedTuple):
     """Where tokens lie in a token file.
 
     Args:
-        path: Of the file.
-        dtype: Of a token.
+        path: Path of the file.
+        dtype: Dtype of a token.
         offset: Bytes before the first one.
         num_tokens: How many there are.
     """
@@ -231,7 +231,7 @@ class _Prepared(NamedTuple):
 
     Args:
         tokens: [T], memory-mapped.
-        tokenizer: Of the text.
+        tokenizer: Tokenizer of the text.
     """
 
     tokens: np.ndarray
@@ -244,7 +244,7 @@ class _TokenFile:
 
     Args:
         stem: Path of both, without the suffix.
-        text_sha256: Of the text.
+        text_sha256: SHA-256 of the text.
     """
 
     stem: Path
@@ -304,7 +304,7 @@ class _TokenFile:
 
         Args:
             tokens: Parts of the text, each [t], all of one dtype.
-            tokenizer: Of the text.
+            tokenizer: Tokenizer of the text.
         """
         digest = hashlib.sha256()
         for part in tokens:
@@ -451,7 +451,7 @@ REMEDIES = {
 def _kind(path: Path) -> Kind:
     """What a path leads to: a text, or tokens.
 
-    What cannot be opened is told by whoever opens it.
+    What cannot be opened is reported by the code that opens it.
 
     Raises:
         ValueError: Something else.
@@ -481,7 +481,10 @@ def _open(path: Path) -> Iterator[BinaryIO]:
         with open(path, "rb") as file:
             zipped = file.read(2) == b"\x1f\x8b"
             file.seek(0)
-            yield gzip.GzipFile(fileobj=file) if zipped else file  # pyright: ignore[reportReturnType]
+            if zipped:
+                yield gzip.GzipFile(fileobj=file)  # pyright: ignore[reportReturnType]
+            else:
+                yield file
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(
             f"{path} is a broken gzip file ({error}): copy or pack it again"

@@ -43,7 +43,7 @@ def read(
     """The tokens of a file.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         kind: What it is, one of `KINDS`.
         config: Its tokenizer counts where it is a file.
 

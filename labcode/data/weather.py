@@ -49,7 +49,7 @@ class Sample(NamedTuple):
     Args:
         states: Now and at the next time, [2, C, Y, X].
         sun: Its height at both times, [2, Y, X]; None without.
-        weights: Of the latitudes, [Y].
+        weights: Weights of the latitudes, [Y].
     """
 
     states: np.ndarray
@@ -91,7 +91,7 @@ class WeatherDataset:
         sun: Append two forcings to each state, `sun_height` now and at the next time, for which no
             weather is needed.
         crop: Latitudes and longitudes of a part; None: the whole map.
-        seed: Of what is drawn.
+        seed: Seed of the random draws.
         fixed: Draw nothing, as above.
 
     Held by: tests/unit/test_data_crops.py
@@ -321,7 +321,7 @@ class WeatherSplits:
     Args:
         train, val: The transitions.
         stats: Mean and deviation of the training times.
-        sha256: Of what was read (`fingerprint`): a run that resumes must find the same.
+        sha256: SHA-256 of what was read (`fingerprint`): a run that resumes must find the same.
     """
 
     train: WeatherDataset
@@ -339,7 +339,7 @@ def load(config: WeatherData, seed: int = 0) -> WeatherSplits:
 
     Args:
         config: What to read.
-        seed: Of what is drawn for each sample (`data.crop`).
+        seed: Seed of the random draws for each sample (`data.crop`).
 
     Raises:
         ValueError: One line on what is wrong: fewer than 4 times, a variable that never changes, or

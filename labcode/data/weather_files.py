@@ -232,7 +232,7 @@ def _check_direction(name: str, axis: str, values: np.ndarray) -> None:
 
 
 def _check_longitudes(name: str, lon: np.ndarray) -> None:
-    """As for latitudes, but they may begin anywhere on the circle: 180, ..., 359, 0, ..., 179."""
+    """Check longitudes, which may begin anywhere on the circle: 180, ..., 359, 0, ..., 179."""
     rising = np.roll(lon, -np.argmin(lon))
     falling = np.roll(lon, -np.argmax(lon))
     if not (np.all(np.diff(rising) > 0) or np.all(np.diff(falling) < 0)):

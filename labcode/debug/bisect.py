@@ -59,7 +59,7 @@ SHOWN_ROWS = 12  # around the first that departs
 
 
 @dataclass(frozen=True)
-class Piece:
+class RankPart:
     """What one rank holds of a tensor.
 
     Args:
@@ -85,7 +85,7 @@ class Entry:
 
     order: tuple[int, ...]
     shape: list[int]
-    pieces: list[Piece]
+    pieces: list[RankPart]
 
     def whole(self) -> torch.Tensor:
         """The tensor of one process, float64; NaN where no rank has written."""
@@ -277,7 +277,7 @@ def _add(run: Run, written: dict[str, Any], rank: int) -> None:
     entry = run[key]
     # Ranks count what they have seen each by itself, and those of later micro-batches come later.
     entry.order = min(entry.order, order)
-    entry.pieces.append(Piece(rank, written["places"], written["values"]))
+    entry.pieces.append(RankPart(rank, written["places"], written["values"]))
 
 
 # ---- comparing
@@ -301,7 +301,7 @@ def _row(key: tuple[str, str], a: Entry, b: Entry, bound: float) -> Row:
     return Row(name, kind, worst, bound, tuple(sorted(ranks)))
 
 
-def _error(piece: Piece, wanted: torch.Tensor, scale: float) -> float:
+def _error(piece: RankPart, wanted: torch.Tensor, scale: float) -> float:
     """|b - a| of a part over the size of such a part; infinite where one of them is not finite."""
     difference = (piece.values.double() - wanted).norm().item()
     if difference == 0:

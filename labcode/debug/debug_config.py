@@ -121,7 +121,7 @@ REGISTERED = re.compile(r"register_feature\([^)]*\)(?:\s*@[^\n]*)*\s*class\s+(\w
 
 
 @dataclass(frozen=True)
-class Block:
+class ConfigBlock:
     """One block of the file: some layers, and what is done to them.
 
     Args:
@@ -190,7 +190,7 @@ class _Reader:
             first[key] = key_node.start_mark.line + 1
             yield key, key_node, value
 
-    def block(self, name: str, key_node: yaml.Node, node: yaml.Node) -> Block | None:
+    def block(self, name: str, key_node: yaml.Node, node: yaml.Node) -> ConfigBlock | None:
         """A block; None if it is not enabled."""
         what = f"block {name}"
         found: dict[str, yaml.Node] = {}
@@ -221,7 +221,7 @@ class _Reader:
             settings = self._feature(name_given, feature, own, value)
             if settings is not None:
                 features[feature] = settings
-        made = Block(name, key_node.start_mark.line + 1, layers, features)
+        made = ConfigBlock(name, key_node.start_mark.line + 1, layers, features)
         contradiction = _contradiction(made)
         if contradiction:
             raise self.fail(key_node, f"{what} {contradiction}")
@@ -390,7 +390,7 @@ class _Reader:
         return value
 
 
-def read(path: Path, feature_dir: Path | None = None) -> list[Block]:
+def read(path: Path, feature_dir: Path | None = None) -> list[ConfigBlock]:
     """The enabled blocks of a file.
 
     Args:
@@ -422,7 +422,9 @@ def read(path: Path, feature_dir: Path | None = None) -> list[Block]:
     return blocks
 
 
-def choose(blocks: Sequence[Block], layers: Sequence[str], path: Path) -> dict[str, Block]:
+def choose(
+    blocks: Sequence[ConfigBlock], layers: Sequence[str], path: Path
+) -> dict[str, ConfigBlock]:
     """{layer: its block} of the layers that one of the blocks chooses.
 
     Args:
@@ -433,7 +435,7 @@ def choose(blocks: Sequence[Block], layers: Sequence[str], path: Path) -> dict[s
     Raises:
         ValueError: Two blocks choose one layer, or a block chooses none.
     """
-    chosen: dict[str, Block] = {}
+    chosen: dict[str, ConfigBlock] = {}
     for block in blocks:
         own = [layer for layer in layers if block.chooses(layer)]
         if not own:
@@ -542,7 +544,7 @@ def not_of_recipe(stat: str, recipe: str) -> str | None:
     return None
 
 
-def _contradiction(block: Block) -> str | None:
+def _contradiction(block: ConfigBlock) -> str | None:
     """Two features of a block that cannot both have their way with one product; None: all can."""
     without = {entry["gemm"]: "FakeQuant" for entry in block.entries("FakeQuant")}
     for entry in block.entries("DisableQuantizationGEMM"):
@@ -585,7 +587,7 @@ def _dumps(entry: Mapping[str, Any]) -> bool:
     return bool(entry.get("high_precision_tensor") or entry.get("quantized_tensor"))
 
 
-def _translated(block: Block, layers: Sequence[str]) -> str:
+def _translated(block: ConfigBlock, layers: Sequence[str]) -> str:
     """Which layer is meant by a name of Transformer Engine's TransformerLayer, or nothing."""
     asked = str(block.layers)
     for theirs, ours in TE_LAYERS.items():

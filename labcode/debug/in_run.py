@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from labcode.config import DebugConfig
-from labcode.debug.debug_config import Block
+from labcode.debug.debug_config import ConfigBlock
 from labcode.debug.record import FOLDER as RECORD
 from labcode.debug.record import Recorder
 from labcode.debug.step_replay import StepReplay
@@ -114,7 +114,7 @@ class Features:
         from labcode.debug.on_layers import chosen_layers
 
         own = self._feature_dir
-        self._chosen: Mapping[str, Block] = chosen_layers(model, Path(settings.config), own)
+        self._chosen: Mapping[str, ConfigBlock] = chosen_layers(model, Path(settings.config), own)
         self._debugger: Debugger | None = None
         self._writer: Any = None
 

@@ -43,7 +43,7 @@ from labcode.debug.debug_config import (
     GEMMS,
     NAMESPACE,
     TENSORS,
-    Block,
+    ConfigBlock,
     choose,
     is_due,
     not_of_recipe,
@@ -78,7 +78,7 @@ class Reduction:
 
 def chosen_layers(
     model: ParallelModel, config: Path, feature_dir: Path | None = None
-) -> dict[str, Block]:
+) -> dict[str, ConfigBlock]:
     """{layer: block of the YAML} of the whole model; all ranks call it.
 
     Communicates: four agreements, an all-gather of the file and one of names.
@@ -86,11 +86,11 @@ def chosen_layers(
     Raises:
         ValueError: What is wrong with the file, or with the layers that it names, in one line; on
             the first rank that found it. Of files that differ, on all.
-        PeerError: On the others.
+        PeerError: Raised on the other ranks.
     Held by: tests/ranks/test_debug.py::test_all_ranks_must_read_the_same_yaml
     """
     blocks = on_every_rank(read, config, feature_dir)
-    files: list[list[Block]] = [[]] * dist.get_world_size()
+    files: list[list[ConfigBlock]] = [[]] * dist.get_world_size()
     dist.all_gather_object(files, blocks)
     on_every_rank(_check_same, files, config)
     names: list[list[str]] = [[]] * dist.get_world_size()
@@ -116,7 +116,7 @@ class _Products(NamedTuple):
     module: Any
     plain: MatrixProduct | Fp8Product
     watched: MatrixProduct | DebuggedFp8Product
-    block: Block
+    block: ConfigBlock
 
 
 class Debugger:
@@ -148,7 +148,7 @@ class Debugger:
     def __init__(
         self,
         model: ParallelModel,
-        chosen: Mapping[str, Block],
+        chosen: Mapping[str, ConfigBlock],
         log_dir: Path,
         reduction: Reduction = Reduction(),
         feature_dir: Path | None = None,
@@ -194,7 +194,7 @@ class Debugger:
 
     # ---- looking
 
-    def _watch(self, name: str, module: Any, block: Block) -> None:
+    def _watch(self, name: str, module: Any, block: ConfigBlock) -> None:
         tensors = _inspected(block)
         if tensors:
             before = partial(self._entering, name, tensors, block)
@@ -228,7 +228,7 @@ class Debugger:
                 is_used = is_used or name not in LOGS or _is_due(name, each.block, self._iteration)
             each.module.product = each.watched if is_used else each.plain
 
-    def _looks_now(self, module: nn.Module, block: Block) -> bool:
+    def _looks_now(self, module: nn.Module, block: ConfigBlock) -> bool:
         """Whether this is training, and a step in which a feature of the block looks at tensors."""
         if not (torch.is_grad_enabled() and module.training):
             return False
@@ -239,7 +239,7 @@ class Debugger:
         return False
 
     def _entering(
-        self, name: str, tensors: set[str], block: Block, module: Any, args: tuple
+        self, name: str, tensors: set[str], block: ConfigBlock, module: Any, args: tuple
     ) -> None:
         if not self._looks_now(module, block):
             return
@@ -257,7 +257,7 @@ class Debugger:
         self,
         name: str,
         tensors: set[str],
-        block: Block,
+        block: ConfigBlock,
         module: Any,
         args: tuple,
         output: torch.Tensor,
@@ -316,7 +316,7 @@ class Debugger:
     # ---- changing
 
     def _debugged(
-        self, name: str, module: nn.Module, product: Fp8Product, block: Block
+        self, name: str, module: nn.Module, product: Fp8Product, block: ConfigBlock
     ) -> DebuggedFp8Product:
         """The products of a layer that computes in FP8, with what its block changes in them."""
         disabled = set()
@@ -440,7 +440,7 @@ def _linear_layers(model: ParallelModel) -> dict[str, Any]:
 
 
 def _initialize(
-    chosen: Mapping[str, Block],
+    chosen: Mapping[str, ConfigBlock],
     log_dir: Path,
     log: StatisticsLog,
     feature_dir: Path | None,
@@ -478,7 +478,7 @@ def _initialize(
         ConfigManager.layer_name_to_config_cache[layer] = {NAMESPACE: dict(block.features)}
 
 
-def _check_same(files: Sequence[Sequence[Block]], config: Path) -> None:
+def _check_same(files: Sequence[Sequence[ConfigBlock]], config: Path) -> None:
     """Check that all ranks have read the same blocks.
 
     Where they choose other layers on one rank, the others wait forever for its statistics. Where
@@ -498,7 +498,7 @@ def _check_same(files: Sequence[Sequence[Block]], config: Path) -> None:
             )
 
 
-def _check_fp8(model: ParallelModel, chosen: Mapping[str, Block], config: Path) -> None:
+def _check_fp8(model: ParallelModel, chosen: Mapping[str, ConfigBlock], config: Path) -> None:
     """Check that features for FP8 find layers that compute in it, by a recipe that they know."""
     recipe = None
     for module in _linear_layers(model).values():
@@ -521,7 +521,7 @@ def _check_fp8(model: ParallelModel, chosen: Mapping[str, Block], config: Path) 
                     )
 
 
-def _needs_fp8(feature: str, block: Block) -> bool:
+def _needs_fp8(feature: str, block: ConfigBlock) -> bool:
     if feature not in FEATURES:
         return False
     if feature == "DumpTensors":
@@ -529,12 +529,12 @@ def _needs_fp8(feature: str, block: Block) -> bool:
     return FEATURES[feature].in_fp8
 
 
-def _concerns_products(block: Block) -> bool:
+def _concerns_products(block: ConfigBlock) -> bool:
     """Whether a block looks at what an FP8 layer computes with, or changes it."""
     return "FakeQuant" in block.features or any(_needs_fp8(name, block) for name in block.features)
 
 
-def _inspected(block: Block) -> set[str]:
+def _inspected(block: ConfigBlock) -> set[str]:
     """The tensors that a block's features look at; those of the user's own see all of them."""
     tensors: set[str] = set()
     for name in block.features:
@@ -549,14 +549,14 @@ def _inspected(block: Block) -> set[str]:
     return tensors
 
 
-def _is_due(feature: str, block: Block, iteration: int) -> bool:
+def _is_due(feature: str, block: ConfigBlock, iteration: int) -> bool:
     """Whether a feature looks at tensors in a step; those of the user's own decide themselves."""
     if feature not in FEATURES:
         return True
     return any(is_due(entry, iteration) for entry in block.entries(feature))
 
 
-def _modifies(block: Block) -> bool:
+def _modifies(block: ConfigBlock) -> bool:
     """Whether a feature of a block may change tensors."""
     return any(name == "FakeQuant" or name not in FEATURES for name in block.features)
 

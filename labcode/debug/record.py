@@ -11,7 +11,7 @@ by value (`debug.bisect`), and nothing is communicated while the training runs.
 Of each step: the weights before it; of each micro-batch the outputs of all layers, the inputs of
 linear layers that hold a part of the features, and the gradients of both; the gradients of the
 weights as the optimizer gets them. Names are those of the whole model's state dict. Of a tensor
-with more than `most_values` values only every k-th feature is kept, the same ones on any grid.
+with more than `MOST_VALUES` values only every k-th feature is kept, the same ones on any grid.
 
 Whether a tensor is finite is asked of these and of some more: what goes into each layer, the loss,
 and each of the three products of a linear layer before ranks of tp add their parts: after that sum
@@ -99,7 +99,6 @@ class Recorder:
         model: This rank's part.
         folder: A folder that all ranks see, made if it does not exist; None: nothing is written.
         precision: The dtype of the products, a name of `train.dtype` but "auto".
-        most_values: The size of a whole tensor beyond which features are left out.
     """
 
     def __init__(
@@ -107,13 +106,11 @@ class Recorder:
         model: ParallelModel,
         folder: Path | None = None,
         precision: str = "float32",
-        most_values: int = MOST_VALUES,
     ) -> None:
         self._model = model
         self._grid = model.grid
         self._folder = folder
         self._precision = precision
-        self._most_values = most_values
         self._sequence = model.cuts_sequence_over_tp
         self._entries: list[dict[str, Any]] = []
         self._found: list[Finding] = []
@@ -383,7 +380,7 @@ class Recorder:
         places: Places,
         values: torch.Tensor,
     ) -> None:
-        every = math.ceil(math.prod(shape) / self._most_values)
+        every = math.ceil(math.prod(shape) / MOST_VALUES)
         features = places[-1]
         kept = (features % every == 0).nonzero().flatten()
         self._seen += 1

@@ -7,17 +7,11 @@ variables    environment variables that bite
 checked      what one check has found
 all_reduce   what each of the two ranks runs
 
-`python -m labcode.doctor hang` asks a job who is where:
-ask          the command: two questions, and what follows from the answers
-answers      the thread of each rank that answers
-find_run     from a folder, a process or a job to the run
-hang_options what stands behind the word, read before torch is imported
-
 `python -m labcode.doctor job FILE...` and `nccl FILE...` read logs (`labcode.slurm.log`):
 logs         the two commands
 nccl_story   what NCCL's log says of a job, in sentences
 
-hang        who waits for whom, while nothing moves
+hang        who waits for whom, while nothing moves: each rank of a run watches for it
 standing    where one rank stands: the collective it waits in, and its place in the code
 nccl_log    who talks to whom over what, from NCCL's INFO log
 nccl_lines  what one line of it says

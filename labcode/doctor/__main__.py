@@ -1,7 +1,6 @@
 """`python -m labcode.doctor`: is this installation right? One plain line for each check.
 
-`python -m labcode.doctor hang` asks a job who is where: `labcode.doctor.ask`. `job FILE...` and
-`nccl FILE...` tell what logs say: `labcode.doctor.logs`.
+`job FILE...` and `nccl FILE...` tell what logs say: `labcode.doctor.logs`.
 
     right    packages        20 of 20 are there, as pyproject.toml asks
     warning  host name       vm does not resolve: Name or service not known: add it to /etc/hosts
@@ -27,7 +26,7 @@ from labcode.runtime.arguments import Parser, check_no_command
 from labcode.runtime.hardware import gpus_of_driver, usable_cores
 
 PROGRAM = "python -m labcode.doctor"
-COMMANDS = ("hang", *logs.HELP)
+COMMANDS = tuple(logs.HELP)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,8 +37,6 @@ def main(arguments: list[str] | None = None) -> int:
     """
     words = sys.argv[1:] if arguments is None else arguments
     command = words[0] if words and not words[0].startswith("-") else None
-    if command == "hang":
-        return _hang(words[1:])
     if command in logs.HELP:
         return logs.main(command, words[1:])
     if command is not None:
@@ -48,8 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(
         prog=PROGRAM,
         description=(__doc__ or "").partition("\n")[0],
-        epilog="hang [RUN | PID | JOB]: who is where in a job that stands still; "
-        "job FILE...: what failed first; nccl FILE...: who talks to whom over what. "
+        epilog="job FILE...: what failed first; nccl FILE...: who talks to whom over what. "
         "Each has --help.",
     )
     parser.add_argument("--out", default="runs", help="where runs are to be written (runs)")
@@ -77,30 +73,21 @@ def _no_command(word: str) -> str:
     if word == "watch":
         return (
             "watch is for a loop of your own, `with doctor.watch(model, optimizer):`; a run is "
-            "followed by python -m labcode.run.watch"
+            "shown by tensorboard --logdir runs"
+        )
+    if word == "hang":
+        return (
+            "a run in which nothing moves says after a minute who waits for whom; "
+            f"{PROGRAM} job FILE reads what any job has printed"
         )
     if os.path.isdir(path):  # pathlib raises where a name is too long
-        return f"{word} is a folder: {PROGRAM} hang {word} asks its ranks where they are"
+        return f"{word} is a folder: {PROGRAM} job FILE... reads what a job has printed"
     if os.path.isfile(path):
         return f"{word} is a file: {PROGRAM} job {word} says what failed first in it"
     if "/" in word:
         return f"{word} does not exist: {suggest.run_near(path)}"
     message = suggest.unknown("command", word, COMMANDS)
     return f"{message}; without one it checks this installation"
-
-
-def _hang(words: list[str]) -> int:
-    """The command `hang`: a mistake in it is answered before torch is imported."""
-    from labcode.doctor import hang_options  # which needs psutil, as no check here does
-
-    try:
-        hang_options.read(words)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    from labcode.doctor import ask  # which needs torch
-
-    return ask.main(words)
 
 
 def examine(out: Path, env: Mapping[str, str], with_ranks: bool) -> Iterator[Checked]:

@@ -46,13 +46,13 @@ class Facts:
     Args:
         rank: Whose they are.
         ranks: That train together; the facts of some may be missing.
-        device: Of the parameters, "node cpu" or "node GPU-uuid".
+        device: Device of the parameters, "node cpu" or "node GPU-uuid".
         inputs: A checksum of the inputs of each of the first forward passes.
         drops_out: Whether the model has a Dropout, so that equal inputs give unequal gradients.
         foreign_inputs: Forward passes whose inputs are all on another device than the weights.
         epochs: `sampler.epoch` of each pass through a shuffling DistributedSampler that was trained
             on for more than one step.
-        seeds: Of these samplers.
+        seeds: Seeds of these samplers.
         start: Sum of absolute weights before the first forward pass.
         end: The same when the block ends.
         statistics: Sum of BatchNorm's running means and variances, before the forward pass of some
@@ -71,14 +71,15 @@ class Facts:
         unused_names: Some of them.
         foreign: Whether no optimizer of the block holds a parameter of the model.
         forgotten: Trained parameters that no optimizer holds, where one holds an old copy.
-        evaluated: Of each pass through a DistributedSampler that was not trained on, [samples of
+        evaluated: For each pass through a DistributedSampler that was not trained on, [samples of
             the data set, samples that this rank drew, ranks of the sampler, 1 if the ranks added
             something up afterwards, 1 if that may have been counted exactly].
         finds_unused: Whether find_unused_parameters is set; None without DDP, and where DDP learns
             the graph by itself (static_graph).
-        gradient_bytes: Of one message with all gradients.
+        gradient_bytes: Bytes of one message with all gradients.
         saved: Files that torch.save wrote, as node and absolute path.
-        seconds: Of each phase in each step, without waiting for other ranks (`watch_clock`).
+        seconds: Seconds of each phase in each step, without waiting for other ranks
+            (`watch_clock`).
         draws: What the augmentation of a loader drew, by worker and batch: for each generator that
             moved a number that stands for its state before (`watch_draws`).
         call: What was found at a collective: the name of the finding, what, and the cure.
@@ -120,5 +121,5 @@ class Facts:
     failed: bool = False
 
     def plain(self) -> dict:
-        """As what JSON can carry."""
+        """The facts as a dict that JSON can carry."""
         return dataclasses.asdict(self)

@@ -74,7 +74,7 @@ class HangWatch:
         """An optimizer step is done.
 
         Args:
-            number: Of steps done.
+            number: Number of steps done.
         """
         self._step = number
         self._step_s = time.monotonic()

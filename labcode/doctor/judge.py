@@ -20,7 +20,7 @@ def judge(facts: list[Facts]) -> list[Finding]:
     """All that the facts of all ranks show, at most one finding of a kind.
 
     Args:
-        facts: Of all ranks, in rank order.
+        facts: Facts from all ranks, in rank order.
     """
     found: list[Finding] = []
     for look in LOOKS:
@@ -320,7 +320,7 @@ _IN_TIME = _Lateness(0.0, "", 0.0, 0.0)
 
 
 def _lateness(fact: Facts, others: list[Facts], phase: str) -> _Lateness:
-    """Of a rank in a phase; `_IN_TIME` if nobody waits for it."""
+    """Lateness of a rank in a phase; `_IN_TIME` if nobody waits for it."""
     own_s = median(fact.seconds[phase])
     others_s = median(median(other.seconds[phase]) for other in others)
     step_s = median(_step_s(other) for other in others)

@@ -44,7 +44,7 @@ def check_slurm(cluster: Client | SlurmError | None) -> Checked:
     """SLURM's commands are here and a controller answers; without, jobs run on this machine.
 
     Args:
-        cluster: As `find_cluster` says.
+        cluster: Cluster as `find_cluster` returns it.
     """
     commands = [name for name in ("sinfo", "sbatch") if shutil.which(name)]
     if not commands:
@@ -109,7 +109,7 @@ def check_host_name(name: str, several_nodes: bool) -> Checked:
     """The name that a job would take as MASTER_ADDR leads to this machine, for others too.
 
     Args:
-        name: Of this host.
+        name: Name of this host.
         several_nodes: Whether jobs of several nodes run here, to which loopback is no help.
     """
     set_it = "set MASTER_ADDR and GLOO_SOCKET_IFNAME by hand"
@@ -161,7 +161,7 @@ def check_output(folder: Path) -> Checked:
     """Runs can be written, and there is room for them.
 
     Args:
-        folder: Of the runs; it may not exist yet.
+        folder: Folder of the runs; it may not exist yet.
     """
     existing = Path(os.path.abspath(folder))
     while not existing.exists() and existing != existing.parent:

@@ -131,7 +131,7 @@ class NcclLog:
     """All that was read from a log.
 
     Args:
-        version: Of NCCL: "2.21.5".
+        version: Version of NCCL: "2.21.5".
         cuda: The version of CUDA that it was built for.
         communicators: One for each group of ranks.
         interfaces: The network interfaces in use, on each host.

@@ -68,7 +68,8 @@ class Connected:
         source, target: Ranks.
         detail: The transport as printed: "P2P/CUMEM/read".
         own_rank: The end that prints the line.
-        gpu, bus_id: Of that end; a version prints one of them, or neither.
+        gpu, bus_id: GPU number and PCI bus id of that end; a version prints one of them, or
+            neither.
     """
 
     channel: int

@@ -73,7 +73,7 @@ def call_of(entry: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> 
     """One entry of the flight recorder as a call; None of a group that no longer exists.
 
     Args:
-        entry: As torch writes it.
+        entry: Entry of the flight recorder, as torch writes it.
         groups: {name of a group: its global ranks}.
     """
     name, description = entry["process_group"]
@@ -109,22 +109,8 @@ def place_of(frame: FrameType | None) -> str:
     return ""
 
 
-def stack_of(frame: FrameType | None) -> list[str]:
-    """A frame and all that called it, as `place_of` writes them; innermost first.
-
-    Python's own start of a program is left out.
-    """
-    stack = []
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_absolute() and path.name != "runpy.py":
-            stack.append(f"{frame.f_code.co_name} ({_shown(path)}, line {frame.f_lineno})")
-        frame = frame.f_back
-    return stack
-
-
 def position_of_main_thread() -> tuple[Any, ...]:
-    """What changes as soon as the main thread goes on: each function that it is in, and where."""
+    """What changes as soon as the main thread continues: each function that it is in, and where."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     position = []
     while frame is not None:

@@ -84,8 +84,8 @@ class CallCheck:
     in any case, only somewhat earlier.
 
     Args:
-        store: Of the job.
-        prefix: Of the keys of this block.
+        store: Store of the job.
+        prefix: Prefix of the keys of this block.
         facts: Gets what was found.
         group: The ranks of the block.
         limit_s: How long the others may be late.
@@ -146,7 +146,7 @@ class CallCheck:
             self.notes.delete_key(self._key(number - KEPT, self.facts.rank))
 
     def leave(self) -> None:
-        """This rank leaves the block: whoever is waiting for it need not wait any longer."""
+        """This rank leaves the block: those that wait for it need not wait any longer."""
         self.notes.set(self._key(self.count, self.facts.rank), Note(LEFT, self.tell()).text())
 
     def _key(self, number: int, rank: int) -> str:
@@ -187,7 +187,7 @@ def mismatch(notes: list[Note]) -> tuple[str, str, list[int], str]:
     """(Name of the finding, what, the ranks that differ, cure) of calls that are not the same.
 
     Args:
-        notes: Of all ranks, in rank order.
+        notes: Notes of all ranks, in rank order.
     """
     now = _by_call([note.call for note in notes])
     calls = [note.call for note in notes]

@@ -26,11 +26,11 @@ OWN_KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Ge
 
 
 class Draws:
-    """Looks on while the batches of a DataLoader are made, in its workers or in this process.
+    """Observes how the batches of a DataLoader are made, in its workers or in this process.
 
     Args:
-        loader: Of a dataset with `__getitem__`. Its `collate_fn` and `worker_init_fn` are to be
-            replaced by `collate` and `begin_worker`.
+        loader: Loader of a dataset with `__getitem__`. Its `collate_fn` and `worker_init_fn` are to
+            be replaced by `collate` and `begin_worker`.
     """
 
     def __init__(self, loader: DataLoader) -> None:
@@ -88,7 +88,7 @@ class Draws:
 
 
 def draws_of(loader: Any) -> Draws | None:
-    """What looks on; None where there is nothing to see, or it could not be told.
+    """The observer; None where there is nothing to see, or it could not be told.
 
     Datasets that are streams may draw alike on all ranks on purpose, to agree on an order of files.
     """

@@ -11,8 +11,8 @@ class Meaning(NamedTuple):
     """How an error is told.
 
     Args:
-        words: Of the error's text.
-        name: Of the finding.
+        words: Words of the error's text.
+        name: Name of the finding.
         what: Is wrong.
         cure: What to change.
     """

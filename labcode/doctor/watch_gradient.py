@@ -49,7 +49,7 @@ class Contribution:
         self.numbers: dict[int, torch.Tensor] = {}
 
     def plain(self) -> dict[str, Any]:
-        """As `Facts.steps` has it."""
+        """The step as a dict, as `Facts.steps` has it."""
         return {
             "key": self.weight.key,
             "forward": self.forward,
@@ -188,7 +188,7 @@ class Gradient:
                 self._steps[-1].arrived = None
 
     def _numbers(self) -> torch.Tensor:
-        """Of the gradient as it is now [at most READ_PARAMS * READ_VALUES]; 0 where it is empty."""
+        """Numbers of the gradient as it is now [READ_PARAMS * READ_VALUES or less]; 0 if empty."""
         found = []
         for param in self._read:
             gradient = param.grad

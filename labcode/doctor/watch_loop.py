@@ -1,4 +1,4 @@
-"""A doctor that looks on while a plain PyTorch training loop runs.
+"""A doctor that watches a plain PyTorch training loop while it runs.
 
     with doctor.watch(model, optimizer, loader=loader) as watched:
         for inputs, targets in loader:
@@ -61,14 +61,15 @@ _numbers = itertools.count()  # of the blocks of this process; ranks enter the s
 
 
 class Watch:
-    """Looks on between `__enter__` and `__exit__`.
+    """Watches the loop between `__enter__` and `__exit__`.
 
     Communicates: at the end, over the store, one note of a few kB from each rank; and one short
         note for each collective that the script calls by itself, each backward pass that sends
         gradients and each forward pass that sends buffers.
 
     Args:
-        model: As the loop calls it: DDP, labcode's DataParallel, or a bare module; compiled or not.
+        model: The model as the loop calls it: DDP, labcode's DataParallel, or a bare module;
+            compiled or not.
         optimizer: Ends a step; or several, each of which has steps of its own. The time of a step
             is that between two steps of the first.
         loader: The time of its batches is taken; of a DataLoader its DistributedSampler and the
@@ -294,7 +295,7 @@ class Watch:
         self._patch(clip_grad, "_clip_grads_with_norm_", clipping)
 
     def _all_facts(self, patience_s: float) -> list[Facts]:
-        """Of the ranks that come in time: one may have died."""
+        """Facts of the ranks that come in time: one may have died."""
         if self._checks is None:
             return [self.facts]
         store = self._checks.store
@@ -612,7 +613,7 @@ def watch(
     limit_s: float = 300.0,
     quiet: bool = False,
 ) -> Watch:
-    """Look on while a training loop runs: `with doctor.watch(model, optimizer) as watched:`.
+    """Watch a training loop while it runs: `with doctor.watch(model, optimizer) as watched:`.
 
     Args:
         model, optimizer, loader, group, limit_s, quiet: As those of `Watch`.
@@ -644,7 +645,7 @@ def _with_hooks(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside a wrapper, as Accelerate and PostLocalSGDOptimizer have one.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no run.
     """
     inner = optimizer
     while inner is not None and not hasattr(inner, "_optimizer_step_pre_hooks"):
@@ -674,7 +675,7 @@ def _nothing(_: int) -> None:
 
 
 def _checksum(values: list[torch.Tensor]) -> int:
-    """Of numbers spread over all inputs."""
+    """Checksum of numbers spread over all inputs."""
     total = 0
     for value in values:
         flat = value.detach().flatten()

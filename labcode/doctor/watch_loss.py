@@ -83,7 +83,7 @@ class _Part:
 
     @property
     def size(self) -> float:
-        """Of the factor: `-log_probs.mean()` has the factor -1."""
+        """Size of the factor: `-log_probs.mean()` has the factor -1."""
         return 0.0 if self.factor is None else abs(float(self.factor))
 
 

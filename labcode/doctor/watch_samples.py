@@ -22,8 +22,8 @@ class Pass:
     """One pass through a loader.
 
     Args:
-        sampler: Of the loader, if it has one.
-        num_samples: Of its data set; 0 if that is not known.
+        sampler: Sampler of the loader, if it has one.
+        num_samples: Number of samples in its data set; 0 if that is not known.
         num_drawn: Samples that the sampler gave this rank.
         epoch: What the sampler was told.
         batches: That have come.

@@ -127,13 +127,13 @@ def meter_for(device: "torch.device") -> Meter:
 
 
 class DeviceSampler(AbstractContextManager):
-    """Reads a meter every so many seconds within a `with` block, in a thread of its own.
+    """Reads a meter at regular intervals within a `with` block, in a thread of its own.
 
     Args:
         meter: What to read.
         period_s: Seconds between two samples; 0 never samples and starts no thread.
-        steps_done: Asked at each sample: how far the run is.
-        write: Gets each row; called in the thread.
+        steps_done: Function that is asked at each sample how far the run is.
+        write: Function that gets each row; it is called in the thread.
 
     Attributes:
         problem: Why it has stopped before its time; "" if it has not.

@@ -34,8 +34,8 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     `LONG_ENOUGH_S`.
 
     Args:
-        device: Where.
-        dtype: Of the factors and the product.
+        device: Device on which it runs.
+        dtype: Dtype of the factors and the product.
 
     Held by: tests/unit/test_device_speed.py
     """
@@ -72,8 +72,8 @@ def device_speed(device: torch.device, dtype: torch.dtype) -> DeviceSpeed:
     """The three numbers from which `perf.step.device_step` predicts a step; about a second.
 
     Args:
-        device: Where.
-        dtype: Of the matrix products.
+        device: Device on which it runs.
+        dtype: Dtype of the matrix products.
 
     Held by: tests/unit/test_device_speed.py
     """

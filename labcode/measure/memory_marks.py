@@ -25,8 +25,8 @@ class MemoryMarks:
     the optimizer's state are marked where the optimizer makes its step, before and after it.
 
     Args:
-        weights: Of the module, and this rank's rows of them; their gradients count.
-        optimizer: Its state counts.
+        weights: Parameters of the module and this rank's rows of them; their gradients count.
+        optimizer: Optimizer whose state counts.
 
     Held by: tests/unit/test_memory_timeline.py
     """

@@ -89,9 +89,9 @@ class Log:
     """The rows of one run: on a terminal a progress bar shows them, elsewhere a line each.
 
     Args:
-        folder: Where they are written; None keeps them only, as every rank but the first does.
+        folder: Folder for the rows; None only keeps them, as every rank but the first does.
         name: The name of the run.
-        steps: Its optimizer steps.
+        steps: Number of optimizer steps of the run.
         steps_done: Steps done already, when it is resumed.
 
     Attributes:
@@ -135,7 +135,7 @@ class Log:
         """Keep, write and show a row.
 
         Args:
-            row: As in `metrics.jsonl`.
+            row: The row as it stands in `metrics.jsonl`.
             line: Shown in its place, on a terminal too.
 
         Raises:

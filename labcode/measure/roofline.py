@@ -34,9 +34,9 @@ class Dot:
     """One operation on the roof.
 
     Args:
-        name: Of the operation.
-        flops: That it computes.
-        num_bytes: That it reads and writes at least: each operand once.
+        name: Name of the operation.
+        flops: FLOPs that it computes.
+        num_bytes: Bytes that it reads and writes at least: each operand once.
         seconds: Measured.
     """
 
@@ -114,8 +114,8 @@ def attention_s(
     Args:
         kernel: One of `KERNELS`.
         shape: Batch, heads, tokens, size of a head.
-        device: Where.
-        dtype: Of q, k and v.
+        device: Device on which it runs.
+        dtype: Dtype of q, k and v.
         backward: Forward and backward, instead of forward alone.
     """
     q, k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(3))

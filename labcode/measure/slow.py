@@ -30,7 +30,7 @@ class SlowRanks:
     Args:
         groups: The ranks of each dp group: those with the same work.
         hosts: The node of each rank.
-        factor: A rank is slow if it takes more than so many times the median of the others.
+        factor: A rank is slow if it takes more than this many times the median of the others.
         work: What is compared, in words.
 
     Held by: tests/unit/test_slow.py

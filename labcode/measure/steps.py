@@ -58,8 +58,8 @@ class HeldBytes(NamedTuple):
     """What a rank keeps for a model, in bytes; each memory counts once.
 
     Args:
-        weights: Those of the module, and this rank's rows of them.
-        gradients: Of both.
+        weights: Weights of the module, and this rank's rows of them.
+        gradients: Gradients of both.
         optimizer: What the optimizer keeps for each weight.
     """
 

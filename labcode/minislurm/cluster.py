@@ -213,7 +213,7 @@ class Cluster:
         )
 
     def _start_slurmctld(self, *options: str) -> None:
-        """Start the controller; without "-c" it goes on with the jobs that it knew."""
+        """Start the controller; without "-c" it continues with the jobs that it knew."""
         self.host("head").call(["slurmctld", *options])
 
     def dead(self) -> list[str]:
@@ -247,12 +247,13 @@ class Cluster:
 
     def _await_controller(self) -> None:
         # A slurmd that registers before the controller is up tries again only after 3.5 s.
-        ping = ["scontrol", "ping"]
-        wait(
-            lambda: "is UP" in self.exec(ping, check=False).stdout,
-            60,
-            lambda: self._last_error("head/slurmctld.log", "slurmctld"),
-        )
+        def is_up() -> bool:
+            return "is UP" in self.exec(["scontrol", "ping"], check=False).stdout
+
+        def why_not() -> str:
+            return self._last_error("head/slurmctld.log", "slurmctld")
+
+        wait(is_up, 60, why_not)
 
     def _await_nodes(self, names: Sequence[str]) -> None:
         def all_usable() -> bool:
@@ -365,7 +366,8 @@ class Cluster:
             node: "n1", "n2", ...; None for the head.
             timeout_s: The command is ended after this time, and when the caller is interrupted.
             check: Raise if it fails.
-            root: As the owner of the host's network and mounts; no difference if the user is root.
+            root: Run the command as the owner of the host's network and mounts; no difference if
+                the user is root.
             input: Text for its standard input.
 
         Returns:

@@ -53,7 +53,7 @@ def run(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a command on a host: tini passes the signal on; whoever ignores it is killed."""
+    """End a command on a host: tini passes the signal on; a process that ignores it is killed."""
     # Before the signal: once its parent is gone, a process can no longer be found through it.
     family = children(process.pid, recursive=True)
     process.terminate()

@@ -20,7 +20,7 @@ SETTINGS = {
     "SlurmdParameters": "config_overrides",  # more CPUs and memory than the hardware has
     "SchedulerParameters": "batch_sched_delay=0,bf_interval=2,sched_interval=5",
     "ReturnToService": 2,  # a node that was powered off is usable as soon as it is back
-    "EnforcePartLimits": "ALL",  # refuses an impossible job at submit: it would pend for ever
+    "EnforcePartLimits": "ALL",  # refuses an impossible job at submit: it would pend forever
     "SlurmdTimeout": 10,  # seconds of silence until a node is DOWN
     "KillWait": 5,
     "MinJobAge": 3600,  # how long `scontrol show job` knows a job that has ended
@@ -194,7 +194,7 @@ def cgroup_conf(spec: Spec, version: str) -> str:
     """The text of cgroup.conf.
 
     Args:
-        spec: Of the cluster.
+        spec: Spec of the cluster.
         version: What `slurmctld -V` says.
     """
     if spec.cgroup:

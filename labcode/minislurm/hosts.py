@@ -20,7 +20,7 @@ from pathlib import Path
 from labcode.minislurm.commands import alive, children, wait
 from labcode.minislurm.needs import CLEAN, namespaces, rootless
 
-_TRIES = 1000  # for a second: whoever is at it may be kept waiting, or has emptied it for good
+_TRIES = 1000  # for a second: the process at work may be kept waiting, or has emptied it
 _POLL_S = 0.001
 _RECORD_PID = 'echo $$ >"$0"; exec "$@"'
 
@@ -86,7 +86,12 @@ class Host:
             RuntimeError: It did not start; the message quotes its log.
         """
         outer = self.folder / "outer"
-        wait(lambda: outer.exists() and outer.read_text().endswith("\n"), 20, self._why_not_ready)
+
+        def has_outer() -> bool:
+            # A file without its line break is one that is still being written.
+            return outer.exists() and outer.read_text().endswith("\n")
+
+        wait(has_outer, 20, self._why_not_ready)
         wait((self.folder / "ready").exists, 30, self._why_not_ready)
         first = children(int(outer.read_text()))
         if not first:
@@ -118,11 +123,14 @@ class Host:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        wait(
-            lambda: not any(map(alive, pids)),
-            30,
-            lambda: f"host {self.name} does not end: its processes are {pids}",
-        )
+
+        def all_ended() -> bool:
+            return not any(alive(pid) for pid in pids)
+
+        def why_not() -> str:
+            return f"host {self.name} does not end: its processes are {pids}"
+
+        wait(all_ended, 30, why_not)
 
     def _remove(self, *files: str) -> None:
         for file in files:

@@ -1,4 +1,4 @@
-"""Where a user's clusters keep their state, and a lock for whoever changes one."""
+"""Where a user's clusters keep their state, and a lock for the process that changes one."""
 
 import contextlib
 import fcntl

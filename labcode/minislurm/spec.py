@@ -88,7 +88,7 @@ class Spec:
 
     @classmethod
     def of(cls, **given: Any) -> "Spec":
-        """A spec from what was given: None means the default, a list is as good as a tuple."""
+        """A spec from what was given: None means the default, and a list may stand for a tuple."""
         fields = {}
         for name, value in given.items():
             if isinstance(value, list):
@@ -103,7 +103,7 @@ class Spec:
         return cls.of(**json.loads(path.read_text()))
 
     def text(self) -> str:
-        """As JSON, the same for equal specs."""
+        """The spec as JSON, the same for equal specs."""
         return json.dumps(asdict(self), indent=1)
 
     def names(self) -> list[str]:

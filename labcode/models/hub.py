@@ -539,7 +539,8 @@ def load(model: GPT, state_dict: Mapping[str, torch.Tensor]) -> GPT:
     for ours in target:
         # The way back of `state_dict`: all pieces of a weight are transposed, or none is.
         parts = [found[piece.name] for piece in pieces[ours]]
-        parts = [part.t() if pieces[ours][0].transposed else part for part in parts]
+        if pieces[ours][0].transposed:
+            parts = [part.t() for part in parts]
         value = torch.cat(parts) if len(parts) > 1 else parts[0]
         if value.shape != target[ours].shape:
             raise ValueError(
@@ -562,7 +563,7 @@ def bare_name(name: str) -> str:
 
 
 def bare_names(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The same by their bare names (`bare_name`).
+    """The same tensors under their bare names (`bare_name`).
 
     What all names begin with is the attribute under which a program keeps the model, such as `net`
     of a LightningModule: no model here has all its weights in one module.
@@ -617,7 +618,7 @@ def check_head(
 
 
 def _rows(ours: str, config: GPTConfig) -> tuple[int, ...]:
-    """The rows of the parts of a weight here, of which each may be a tensor there."""
+    """Rows of the parts of a weight here; each part may be a tensor of its own there."""
     if ours.endswith("attention.qkv"):
         keys = config.kv_heads * config.head_size
         return (config.num_heads * config.head_size, keys, keys)

@@ -16,7 +16,7 @@ from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, ParallelConfig, ViTConfig
 from labcode.models.gpt import GPT
 from labcode.models.gpt_plan import gpt_plan
-from labcode.models.layers import initial_value
+from labcode.models.layers import LORA_A, initial_value
 from labcode.models.vit import ViT
 from labcode.models.vit_plan import vit_plan
 from labcode.parallel.data import DataParallel
@@ -33,7 +33,7 @@ from labcode.parallel.plan import (
     with_compiled_forward,
 )
 from labcode.parallel.sharding import FullWeight, ParamSharding, Shard, broadcast_parameters
-from labcode.parallel.torch_data import PowerSGD, TorchDataParallel
+from labcode.parallel.torch_data import TorchDataParallel
 from labcode.parallel.zero import FullyShardedModule, ShardedDataParallel
 from labcode.parallel.zero.fsdp import TorchFullyShardedModule
 from labcode.parallel.zero.parameters import Materialize
@@ -61,8 +61,8 @@ def parallelize(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     autocast_dtype: torch.dtype | None = None,
+    base_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-    powersgd: PowerSGD | None = None,
     trains_alone: bool = False,
     compiled: str = "none",
     compiler: str = "inductor",
@@ -87,9 +87,9 @@ def parallelize(
         device, dtype: Where a meta model's weights are made, and in which dtype; None: the CPU, and
             the dtype it was built in.
         autocast_dtype: The dtype of the matrix products; None: that of the weights.
+        base_dtype: The dtype of a meta model's frozen weights beside adapters; None: `dtype`.
         reduce_dtype: The dtype in which gradients are summed over dp and cp; None: that of the
             weights.
-        powersgd: How PyTorch's DDP compresses gradients, on a grid of dp alone; None: not at all.
         trains_alone: Average no gradients over dp; `parallel.local` averages weights instead.
         compiled: What torch.compile compiles: "none", each "block", or the whole "model"; on a grid
             without pp, cp and tp (`combinations.check`).
@@ -101,15 +101,10 @@ def parallelize(
 
     Raises:
         ValueError: The model does not fit the grid, no plan is known for it, or a meta model comes
-            without a seed; or PowerSGD is asked of anything but PyTorch's DDP on dp alone.
+            without a seed.
 
     Held by: tests/ranks/test_parallel_parity.py
     """
-    if powersgd is not None and not _is_plain_ddp(grid, parallel):
-        raise ValueError(
-            "PowerSGD is a hook of PyTorch's DDP: use data_parallel=ddp and zero_stage=0 on a grid "
-            "of dp alone"
-        )
     # the first stands for all: a model that is in part on the meta device is none that we build
     on_meta = next(model.parameters()).is_meta
     device = torch.device(device or "cpu") if on_meta else next(model.parameters()).device
@@ -131,7 +126,9 @@ def parallelize(
     if fp8 is not None:
         fp8.convert(model)
     shardings = _describe_parameters(model, plan, weights, grid)
-    draw = _Draw(model, shardings, grid, seed, plan.tied, device, dtype)
+    if on_meta:
+        _set_dtypes(model, dtype, base_dtype)
+    draw = _Draw(model, shardings, grid, seed, plan.tied, device)
     if on_meta and _is_our_zero_3(parallel):
         of_experts = _groups_of_experts(model, grid, shardings)
         replica = _draw_rows_of_each(model, grid, parallel, draw, reduce_dtype, of_experts)
@@ -144,7 +141,7 @@ def parallelize(
         if trains_alone:
             replica = LocalReplica(model)
         else:
-            replica = _replicate(model, grid, parallel, reduce_dtype, powersgd, shardings)
+            replica = _replicate(model, grid, parallel, reduce_dtype, shardings)
     if compiled == "model":
         with_compiled_forward(model, compiler)
     if seed is not None:
@@ -245,6 +242,17 @@ def _describe_parameters(
     return shardings
 
 
+def _set_dtypes(
+    model: nn.Module, dtype: torch.dtype | None, base_dtype: torch.dtype | None
+) -> None:
+    """Give the weights of a meta model, and its buffers, the dtypes in which they will be made."""
+    model.to(dtype)
+    for module in model.modules():
+        if base_dtype is not None and hasattr(module, LORA_A):
+            frozen = cast(nn.Parameter, module.weight)
+            module.weight = nn.Parameter(frozen.detach().to(base_dtype), requires_grad=False)
+
+
 class _Draw:
     """The initial values of a meta model's weights: this rank's parts of them."""
 
@@ -256,7 +264,6 @@ class _Draw:
         seed: int | None,
         tied: tuple[str, ...],
         device: torch.device,
-        dtype: torch.dtype | None,
     ) -> None:
         self._model = model
         self._shardings = shardings
@@ -264,13 +271,14 @@ class _Draw:
         self._seed = seed
         self._tied = tied
         self._device = device
-        self._dtype = dtype
+        # noted here: ZeRO-3 exchanges the parameters before it asks for their values
+        self._dtypes = {name: param.dtype for name, param in model.named_parameters()}
 
     @torch.no_grad()
     def all(self) -> None:
         """Take the memory for all weights, and draw them; nothing is communicated."""
         # All memory at once: a rank that has too little says so before minutes of drawing.
-        self._model.to_empty(device=self._device).to(self._device, self._dtype)
+        self._model.to_empty(device=self._device)
         for name, param in self._model.named_parameters():
             param.copy_(self.one(name))
 
@@ -287,7 +295,7 @@ class _Draw:
         if name in self._tied:
             drawn_as = self._tied[0]  # tied weights have the values of the first
         whole = initial_value(drawn_as, self._shardings[name].shape, config, self._seed)
-        return self._shardings[name].own(whole, self._grid).to(self._device, self._dtype)
+        return self._shardings[name].own(whole, self._grid).to(self._device, self._dtypes[name])
 
 
 def _is_our_zero_3(parallel: ParallelConfig) -> bool:
@@ -326,7 +334,6 @@ def _replicate(
     grid: Grid,
     parallel: ParallelConfig,
     reduce_dtype: torch.dtype | None,
-    powersgd: PowerSGD | None,
     shardings: Mapping[str, ParamSharding],
 ) -> Replica:
     """Average gradients over dp, and sum them over cp in the same message.
@@ -343,9 +350,7 @@ def _replicate(
     num_shares = grid.size("dp")
     uses_ddp = parallel.data_parallel == "ddp" and grid.size("pp") == 1
     if uses_ddp and grid.size("ep") == 1:
-        return TorchDataParallel(
-            model, group, parallel.bucket_mb, num_shares, reduce_dtype, powersgd
-        )
+        return TorchDataParallel(model, group, parallel.bucket_mb, num_shares, reduce_dtype)
     # Our own where DDP has no room: it would average a weight after the first backward of a
     # pipeline.
     with_cp = dict.fromkeys(of_experts, grid.group("edp", "cp"))
@@ -361,11 +366,6 @@ def _groups_of_experts(
         if "ep" in shardings[name].shards and grid.size("ep") > 1:
             groups[param] = grid.group("edp")
     return groups
-
-
-def _is_plain_ddp(grid: Grid, parallel: ParallelConfig) -> bool:
-    is_ddp = parallel.data_parallel == "ddp" and parallel.zero_stage == 0
-    return is_ddp and grid.size("pp", "cp", "tp") == 1
 
 
 def _is_zero_redundancy_optimizer(parallel: ParallelConfig) -> bool:

@@ -84,7 +84,7 @@ def count_tokens(runs: Iterable[range]) -> int:
     return sum(len(run) for run in runs)
 
 
-class Block(NamedTuple):
+class VisibleBlock(NamedTuple):
     """Which of a rank's queries see which keys of a source.
 
     Every one of these queries sees every one of these keys, unless the block is causal.
@@ -102,7 +102,7 @@ class Block(NamedTuple):
 
 def visible_block(
     length: int, group_size: int, rank: int, source: int, layout: str, causal: bool
-) -> Block | None:
+) -> VisibleBlock | None:
     """What `rank` computes while it holds K and V of `source`; None: nothing there is visible.
 
     Zigzag and causal: all queries see the first half of an earlier rank's keys, and the second half
@@ -119,7 +119,7 @@ def visible_block(
     if rank == source or not causal:
         # Own queries over own keys. Under zigzag these are two runs with a gap between them, and a
         # plain triangle over both is still right: it asks only which token comes first.
-        return Block(slice(0, None), slice(count_tokens(theirs)), causal)
+        return VisibleBlock(slice(0, None), slice(count_tokens(theirs)), causal)
 
     # Chunks never overlap, so a query sees either a whole chunk or nothing of it. Of my chunks the
     # last ones see anything, of theirs the first ones are seen, so that each is one slice. For p =
@@ -133,7 +133,7 @@ def visible_block(
         return None
     assert seeing[0].start >= seen[-1].stop, "off the diagonal a block is visible as a whole"
     blind_queries = count_tokens(mine) - count_tokens(seeing)
-    return Block(slice(blind_queries, None), slice(count_tokens(seen)), causal=False)
+    return VisibleBlock(slice(blind_queries, None), slice(count_tokens(seen)), causal=False)
 
 
 class Kernel(NamedTuple):

@@ -24,7 +24,7 @@ import torch
 from labcode.parallel.sharding import ParamSharding
 
 
-class Place(Protocol):
+class Coordinates(Protocol):
     """What is asked of a grid here."""
 
     def coord(self, axis: str) -> int:
@@ -36,7 +36,7 @@ class Place(Protocol):
         ...
 
 
-class Block(Protocol):
+class WeightBlock(Protocol):
     """A block of a whole weight, wherever its numbers lie."""
 
     @property
@@ -83,7 +83,7 @@ class Box(NamedTuple):
             own = own.narrow(dim, first, length)
         return own
 
-    def common(self, other: Block) -> "Box | None":
+    def common(self, other: WeightBlock) -> "Box | None":
         """What this box and another one of the same weight have in common; None: nothing.
 
         It is a box of the same part as this one, so that `view` finds it there.
@@ -102,7 +102,7 @@ class Box(NamedTuple):
         return Box(tuple(firsts), tuple(own_firsts), tuple(lengths))
 
 
-def boxes_of(sharding: ParamSharding, place: Place) -> list[Box]:
+def boxes_of(sharding: ParamSharding, place: Coordinates) -> list[Box]:
     """The blocks of the whole weight that make this rank's part; none if the part is empty.
 
     Boxes of two ranks are either the same or have nothing in common.
@@ -120,7 +120,7 @@ def boxes_of(sharding: ParamSharding, place: Place) -> list[Box]:
     return boxes
 
 
-def _indices(sharding: ParamSharding, dim: int, place: Place) -> torch.Tensor:
+def _indices(sharding: ParamSharding, dim: int, place: Coordinates) -> torch.Tensor:
     """Which indices of one dim this rank has, in the order in which it has them."""
     indices = torch.arange(sharding.shape[dim])
     for axis, shard in sharding.shards.items():

@@ -166,16 +166,14 @@ class Bucket:
         return self.views[param]
 
 
-def make_buckets(
-    module: nn.Module, bucket_mb: float, first_bucket_mb: float | None = None
-) -> list[Bucket]:
+def make_buckets(module: nn.Module, bucket_mb: float) -> list[Bucket]:
     """Parameters that need a gradient, last layer first, since backward finishes it first.
 
     Args:
         module: The module that has the parameters; tied weights are one.
-        bucket_mb, first_bucket_mb: See `cut_into_buckets`.
+        bucket_mb: See `cut_into_buckets`.
     """
-    cut = cut_into_buckets(trained_last_first(module), bucket_mb, first_bucket_mb)
+    cut = cut_into_buckets(trained_last_first(module), bucket_mb)
     return [Bucket(params) for params in cut]
 
 

@@ -40,8 +40,8 @@ from torch.autograd.function import once_differentiable
 from labcode.comm import collectives
 from labcode.comm.ring import start_exchange
 from labcode.parallel.attention_block import (
-    Block,
     Kernel,
+    VisibleBlock,
     count_tokens,
     fastest_kernel,
     merge,
@@ -335,14 +335,14 @@ class _RingPlan(NamedTuple):
     rank: int
     size: int
     tokens: list[int]
-    blocks: list[Block | None]
+    blocks: list[VisibleBlock | None]
     kernel: Kernel
 
 
 class _BlockGrads(NamedTuple):
     """This rank's terms of the gradients, from one block."""
 
-    block: Block
+    block: VisibleBlock
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor

@@ -247,8 +247,8 @@ class Routed:
 
     Args:
         loads: [E] of each layer, rows of this rank's tokens.
-        losses: Of each layer, the mean over its micro-batches.
-        num_rows, num_dropped: Of all layers.
+        losses: Router loss of each layer, the mean over its micro-batches.
+        num_rows, num_dropped: Number of rows, and of those that found no room, over all layers.
     """
 
     loads: tuple[torch.Tensor, ...] = ()
@@ -296,7 +296,7 @@ def load_of(
     Communicates: one all-reduce over `tokens`, two over `stages`.
 
     Args:
-        routed: Of this rank.
+        routed: What this rank has routed.
         tokens: The ranks that hold other tokens of the same batch.
         stages: Those that hold other layers.
         copies: How many ranks of `tokens` hold whole sequences, dp: their losses are averaged,

@@ -124,7 +124,10 @@ def narrowed(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+    cast = []
+    for tensor in tensors:
+        cast.append(None if tensor is None else tensor.to(dtype))
+    return tuple(cast)
 
 
 class _Linear(torch.autograd.Function):

@@ -182,7 +182,7 @@ class ParallelModel(nn.Module):
     def forward_backward_alone(
         self, batches: Sequence[Batch], loss_scale: torch.Tensor
     ) -> torch.Tensor:
-        """The same for a rank that is alone: it has whole weights, and no peer to average with.
+        """Forward and backward on a rank that is alone: its weights are whole, and it has no peers.
 
         It asks for no value on the way, so that a GPU can record it (`train.cuda_graph`).
         """

@@ -19,6 +19,7 @@ Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2; Megatron-LM
 Held by: tests/ranks/test_parallel_parity.py
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -291,7 +292,8 @@ def full_state_dict(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The state dict of the whole model, one entry at a time, on every rank.
 
-    All ranks of the model iterate over it together.
+    All ranks of the model iterate over it together. All weights come in one dtype, the widest of
+    this rank's: a frozen weight may be kept in a narrower one.
 
     Communicates: what `ParamSharding.full` does for each sharded weight, and a broadcast of each
         whole weight over pp.
@@ -304,16 +306,17 @@ def full_state_dict(
     """
     first_names = {id(param): name for name, param in module.named_parameters()}
     own = dict(module.named_parameters(remove_duplicate=False))  # tied weights under both names
-    example = next(iter(params.values()))
+    device = next(iter(params.values())).device
+    dtype = functools.reduce(torch.promote_types, {param.dtype for param in params.values()})
     group = grid.group("pp")
     # A generator, one weight at a time: no rank ever holds the whole model.
     for name, (stage, shape) in full_weights.items():
         if stage == grid.coord("pp"):
             first_name = first_names[id(own[name])]
             sharding = shardings[first_name]
-            whole = sharding.full(params[first_name].detach(), grid).contiguous()
+            whole = sharding.full(params[first_name].detach(), grid).to(dtype).contiguous()
         else:
-            whole = example.new_empty(shape)
+            whole = torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(whole, src=dist.get_global_rank(group, stage), group=group)
         yield name, whole
 

@@ -1,15 +1,10 @@
 """PyTorch's DistributedDataParallel with the interface of `parallel.data`, and hooks for it.
 
 A communication hook replaces what DDP does with a full bucket. DDP divides by the number of ranks
-and sends gradients as they are. The hooks here divide by the number of shares, send in fewer bits,
-or send two thin matrices in place of a large one:
+and sends gradients as they are. The hooks here divide by the number of shares, or send in fewer
+bits.
 
-    PowerSGD    M ~ P Q^T     M [n, m], P [n, r], Q [m, r]: (n + m) r numbers travel, not n m
-
-What the approximation left out is added to the next step's gradient (error feedback).
-
-Source: Li et al. 2020 (arXiv:2006.15704), section 4.1; Vogels et al. 2019 (arXiv:1905.13727),
-algorithms 1 and 2.
+Source: Li et al. 2020 (arXiv:2006.15704), section 4.1.
 """
 
 from typing import Any, NamedTuple
@@ -17,24 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
-    PowerSGDState,
-    powerSGD_hook,
-)
 from torch.nn.parallel import DistributedDataParallel
-
-
-class PowerSGD(NamedTuple):
-    """Gradients that travel as two thin matrices.
-
-    Args:
-        rank: The number of columns of each.
-        exact_steps: The number of steps before, whose gradients travel whole: at least 2, since DDP
-            makes its buckets again after the first.
-    """
-
-    rank: int
-    exact_steps: int
 
 
 class TorchDataParallel(DistributedDataParallel):
@@ -45,12 +23,7 @@ class TorchDataParallel(DistributedDataParallel):
     Args:
         module, process_group, bucket_cap_mb: See DDP.
         num_shares, reduce_dtype: See `DataParallel`.
-        powersgd: Compress the matrices among the gradients; None: send them whole.
         options: More arguments of DDP, such as `find_unused_parameters`.
-
-    Raises:
-        ValueError: PowerSGD together with `reduce_dtype`, or with a sum that is not divided by the
-            number of ranks.
     """
 
     accumulates_shards = False
@@ -63,7 +36,6 @@ class TorchDataParallel(DistributedDataParallel):
         bucket_cap_mb: float = 25,
         num_shares: int | None = None,
         reduce_dtype: torch.dtype | None = None,
-        powersgd: PowerSGD | None = None,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -74,19 +46,7 @@ class TorchDataParallel(DistributedDataParallel):
         # share of the batch. Under cp several ranks have one share together, and a hook divides.
         num_ranks = dist.get_world_size(process_group)
         num_shares = num_shares or num_ranks
-        if powersgd is not None:
-            if reduce_dtype is not None or num_shares != num_ranks:
-                raise ValueError(
-                    f"PowerSGD with reduce_dtype={reduce_dtype} and {num_shares} shares over "
-                    f"{num_ranks} ranks: it averages over the ranks, in the gradients' own dtype"
-                )
-            state = PowerSGDState(
-                process_group,
-                matrix_approximation_rank=powersgd.rank,
-                start_powerSGD_iter=powersgd.exact_steps,
-            )
-            self.register_comm_hook(state, powerSGD_hook)
-        elif reduce_dtype is not None:
+        if reduce_dtype is not None:
             state = _NarrowSum(process_group, num_shares, reduce_dtype)
             self.register_comm_hook(state, _sum_in_narrow_dtype)
         elif num_shares != num_ranks:

@@ -27,7 +27,7 @@ class Spread:
 
     Args:
         count: Runs.
-        median, p90: Of the absolute relative errors.
+        median, p90: Median and 90th percentile of the absolute relative errors.
         ratio: The median of predicted over measured: above 1 is too slow.
     """
 
@@ -106,7 +106,7 @@ class Pick(NamedTuple):
 
     Args:
         chosen: It.
-        best: That which was measured as the fastest.
+        best: Layout that was measured as the fastest.
     """
 
     chosen: PublishedRun
@@ -138,7 +138,7 @@ def picks(runs: Iterable[PublishedRun], predictor: Predictor = predicted_s) -> l
 
 
 def regrets(runs: Iterable[PublishedRun], predictor: Predictor = predicted_s) -> list[float]:
-    """Of each sweep, how much longer the layout takes that is predicted as the fastest."""
+    """For each sweep, how much longer the layout takes that is predicted as the fastest."""
     return [pick.regret for pick in picks(runs, predictor)]
 
 
@@ -171,8 +171,8 @@ class MemoryAccuracy:
     Args:
         raw: Errors without calibration.
         calibrated: Errors after one number of bytes for each stack, from its other runs.
-        verdicts: Without calibration.
-        calibrated_verdicts: With it, where a stack's runs give one.
+        verdicts: Verdicts without calibration.
+        calibrated_verdicts: Verdicts with it, where a stack's runs give one.
         offsets: {stack: GiB that its runs take more than predicted}.
     """
 

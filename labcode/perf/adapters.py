@@ -56,8 +56,8 @@ def frozen_bytes(weights: float, products: float, *, weight_bytes: float, four_b
 
     Args:
         weights: How many.
-        products: Those of them by which the layers multiply.
-        weight_bytes: Of one that is not quantized.
+        products: Number of those weights by which the layers multiply.
+        weight_bytes: Bytes of a weight that is not quantized.
         four_bit: Whether the products are kept in 4 bits.
     """
     if not four_bit:

@@ -27,7 +27,7 @@ def advice(source: Any, rank: int | None = None) -> list[str]:
 
     Args:
         source: What `chrome_trace.read` takes.
-        rank: Whose trace of a run.
+        rank: Rank whose trace of a run is read.
     """
     trace = read(source, rank)
     times = mean(breakdown(trace))

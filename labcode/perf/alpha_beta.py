@@ -78,7 +78,7 @@ def time_s(collective: str, p: int, num_bytes: float, link: Link) -> float:
         collective: send, all_reduce, all_gather, reduce_scatter or all_to_all.
         p: Number of ranks.
         num_bytes: The whole tensor, see the top of the file.
-        link: Between any two ranks.
+        link: Link between any two ranks.
     """
     latency_s = messages(collective, p) * link.alpha_s
     return latency_s + bytes_sent(collective, p, num_bytes) / link.beta_bytes_per_s

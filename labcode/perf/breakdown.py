@@ -36,9 +36,10 @@ class StepTimes(NamedTuple):
     """One step, in ms.
 
     Args:
-        step: Its number.
+        step: Number of the step.
         total_ms: The sum of the next four.
-        computing_ms, communication_ms, data_ms, other_ms: As above; communication that is exposed.
+        computing_ms, communication_ms, data_ms, other_ms: Parts of the step, as above;
+            communication is what is exposed.
         collectives_ms: Time in which a collective was under way, whether exposed or not.
         hidden_ms: The part of it in which something was computed as well.
         parts_ms: {named part: time in it} on the host; those of forward contain what is in them.
@@ -73,14 +74,13 @@ class Spent(NamedTuple):
     data: Spans
 
 
-def breakdown(source: Any, rank: int | None = None) -> list[StepTimes]:
+def breakdown(source: Any) -> list[StepTimes]:
     """The times of each recorded step.
 
     Args:
-        source: What `chrome_trace.read` takes.
-        rank: Whose trace of a run.
+        source: What `chrome_trace.read` takes, or a trace that it has read.
     """
-    trace = read(source, rank)
+    trace = read(source)
     spent = spent_on_gpu(trace) if trace.has_gpu else spent_on_cpu(trace)
     return [_times(number, step, spent, trace) for number, step in sorted(trace.steps().items())]
 

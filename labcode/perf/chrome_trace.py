@@ -34,7 +34,7 @@ class Event(NamedTuple):
     """What ran from when to when.
 
     Args:
-        name, category: As above.
+        name, category: Name and category, as above.
         start_us, stop_us: Microseconds of the profiler's clock.
         thread: (process, thread), or (device, stream) of what ran on a GPU.
         args: What else is known of it.
@@ -58,7 +58,7 @@ class Trace:
 
     Args:
         content: The JSON of the trace.
-        path: Where it was read; None: nowhere.
+        path: File that it was read from; None: none.
 
     Attributes:
         events: What has a duration, by its start; what lasts longer comes before what it contains.
@@ -86,7 +86,7 @@ class Trace:
 
     @property
     def rank(self) -> int:
-        """Of the process that was recorded; 0 where it was alone."""
+        """Rank of the process that was recorded; 0 where it was alone."""
         return self.content.get("distributedInfo", {}).get("rank", 0)
 
     @property
@@ -136,7 +136,7 @@ def read(source: Any, rank: int | None = None) -> Trace:
     Args:
         source: A file, the folder of a run, or a `torch.profiler.profile` that has ended and was
             not exported before.
-        rank: Whose trace of a run; None: the first there is.
+        rank: Rank whose trace of a run is read; None: the first there is.
 
     Raises:
         ValueError: There is no such file, it is no trace, or the profile was exported already.

@@ -11,7 +11,7 @@
 
 A model is a published one by name, a recipe of the course, the config.json of anybody's model, or
 numbers: --layers 32 --hidden 4096 --heads 32 --vocab-size 32000 --sequence-length 2048. A cluster
-is one by name, or a file of your own (.toml). `--plot FILE` draws.
+is one by name, or a file of your own (.toml).
 """
 
 import argparse
@@ -35,7 +35,7 @@ from labcode.perf.hub_config import FAMILIES, NamedModel
 from labcode.perf.layer_time import ATTENTION_KERNELS, WIDTHS
 from labcode.perf.plan import Plan, plan
 from labcode.perf.settings import CHECKPOINTING, STATES, Settings
-from labcode.perf.tables import best_of_each_grid, columns, estimate_text, layout_row, plan_text
+from labcode.perf.tables import columns, estimate_text, layout_row, plan_text
 from labcode.perf.transformer import Transformer, model_names
 from labcode.recipes import RECIPES
 from labcode.runtime.arguments import Parser, count, factor, new_file
@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
     """Run the program; returns its exit code.
 
     Args:
-        words: Of the command line.
+        words: Arguments of the command line.
     """
     parser = _parser()
     try:
@@ -99,12 +99,10 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument(
         "--every", action="store_true", help="all layouts, not the best of each grid"
     )
-    search.add_argument("--plot", type=new_file, help="draw memory against time into this file")
     search.set_defaults(run=_plan)
     several = commands.add_parser("compare", help="the best layout on several clusters and sizes")
     _add_what(several)
     several.add_argument("--gpus", required=True, help="numbers of GPUs, such as 64,256,1024")
-    several.add_argument("--plot", type=new_file, help="draw the speed-up into this file")
     several.set_defaults(run=_compare)
     measure = commands.add_parser("calibrate", help="measure this machine into a cluster file")
     measure.add_argument("--ranks", type=count, default=2, help="processes that communicate")
@@ -291,12 +289,6 @@ def _search(options: argparse.Namespace, model: Transformer, cluster: str, gpus:
 def _plan(options: argparse.Namespace) -> None:
     found = _search(options, _shape(options), options.cluster, options.gpus)
     print_out(plan_text(found, top=options.top, every=options.every))
-    if options.plot:
-        from labcode.perf.plots import memory_against_time
-
-        title = f"{options.model} on {options.gpus} GPUs of {options.cluster}"
-        memory_against_time(best_of_each_grid(found), options.plot, title=title)
-        print_out(f"drawn into {options.plot}")
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -304,7 +296,6 @@ def _compare(options: argparse.Namespace) -> None:
     model = _shape(options)
     rows = [["cluster", "GPUs", "dp x pp x cp x tp", "ZeRO", "checkpointing", "memory", "step"]]
     rows[0].append("samples/s")
-    speeds: dict[str, list[tuple[int, float]]] = {}
     for cluster in options.cluster.split(","):
         for gpus in sizes:
             found = _search(options, model, cluster, gpus)
@@ -314,15 +305,9 @@ def _compare(options: argparse.Namespace) -> None:
             best = found.ranked[0]
             grid, _, _, _, zero, checkpointing, memory, _ = layout_row(best)
             per_s = options.global_batch / best.step_s
-            speeds.setdefault(cluster, []).append((gpus, per_s))
             rows.append([cluster, str(gpus), grid, zero, checkpointing, memory])
             rows[-1] += [seconds(best.step_s), f"{per_s:.1f}"]
     print_out(columns(rows))
-    if options.plot:
-        from labcode.perf.plots import strong_scaling
-
-        strong_scaling(speeds, options.plot, title=f"{options.model}, fixed global batch")
-        print_out(f"drawn into {options.plot}")
 
 
 def _calibrate(options: argparse.Namespace) -> None:

@@ -67,16 +67,16 @@ class Gpu:
     """A kind of GPU, or another device.
 
     Args:
-        name: Of its table.
-        peak_flops_per_s: Of the datasheet, by dtype.
+        name: Name of its table, such as "h100".
+        peak_flops_per_s: FLOP/s from the datasheet, by dtype.
         memory_bytes: What a process can have of its memory.
-        memory_bytes_per_s: Of the datasheet.
+        memory_bytes_per_s: Bytes per second from the datasheet.
         matmul_share: By dtype, what a large matrix product reaches of the peak.
         memory_share: What an operation that computes little reaches of the memory's bandwidth.
         attention_share: By kernel, what a fused attention reaches of the peak; as KERNEL_causal,
             where that was measured apart, with half of the square.
         multiprocessors: How many tiles of a product it computes at a time; None: unknown.
-        source: Where the numbers are from.
+        source: Source of the numbers.
         layer_share: By dtype, what a linear layer reaches of the peak: less than the best product.
     """
 
@@ -152,12 +152,12 @@ class Cluster:
     """Nodes full of GPUs; ranks fill them in order.
 
     Args:
-        name: Of its table.
+        name: Name of its table.
         gpu: What a node is full of.
         gpus_per_node: How many.
         inside: A link of a ring inside a node, as a collective sees it.
         between: A link between nodes: what each GPU has of the node's adapters.
-        source: Where the numbers are from.
+        source: Source of the numbers.
         launch_s: Seconds that the host needs for one operation; None: `layer_time.LAUNCH_S`.
         host_computes: Whether the host is the device, as on a CPU, so that nothing hides a launch.
         once_s: Seconds of the host once a step, whatever its size: data, clipping, the update.

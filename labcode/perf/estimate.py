@@ -67,9 +67,9 @@ class Estimate:
     Args:
         parts: {part: seconds} of a step; they add up to `step_s`.
         memory_parts: {part: bytes} of the fullest rank; they add up to `memory_bytes`.
-        model_flops: Of a step over all ranks, without activation checkpointing, the whole square of
-            attention.
-        peak_flops_per_s: Of all GPUs, by the datasheet.
+        model_flops: FLOPs of a step over all ranks, without activation checkpointing, the whole
+            square of attention.
+        peak_flops_per_s: Peak of all GPUs together, by the datasheet.
         memory_limit_bytes: What a GPU has.
     """
 
@@ -120,9 +120,9 @@ def estimate(
     """Predict a training step.
 
     Args:
-        model: Its shape.
+        model: Shape of the model.
         shape: The grid; ranks fill the nodes in order.
-        cluster: Where.
+        cluster: Cluster on which it runs.
         settings: How.
         scale: What runs of this software took over what was predicted of them; `fit_scale`.
 
@@ -210,8 +210,8 @@ class _Parameters(NamedTuple):
     """Weights of a rank.
 
     Args:
-        copied: Those of which all ranks of dp and cp have copies; without ep all.
-        experts: Those of which the ranks of edp and cp have copies.
+        copied: Parameters of which all ranks of dp and cp have copies; without ep all.
+        experts: Parameters of which the ranks of edp and cp have copies.
     """
 
     copied: float
@@ -232,7 +232,7 @@ class _Stage(NamedTuple):
 
     Args:
         parts: {part: seconds}.
-        seconds: Of all parts.
+        seconds: Seconds of all parts.
         waiting_s: What the other stages take: the first forward and the last backward of each,
             which fill and drain the pipeline.
     """
@@ -267,8 +267,8 @@ class _Sharded(NamedTuple):
     """How ZeRO-3 keeps the weights of a layer.
 
     Args:
-        place: Over which ranks.
-        copies: Over which ranks experts are kept, if ep divides them.
+        place: Where the ranks are over which it is divided.
+        copies: Where the ranks are over which experts are kept, if ep divides them.
         gathered_bytes, reduced_bytes: As in Settings.
     """
 

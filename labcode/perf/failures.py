@@ -3,7 +3,7 @@
 One model for both. Failures come at random, `mtbf_s` apart on average, whatever happened before:
 the times between them are exponentially distributed. A run works for `interval_s`, then it stands
 still for `save_s` and writes a checkpoint. A failure costs what was done since the last whole
-checkpoint, also a save that was under way, and `restart_s` until work goes on.
+checkpoint, also a save that was under way, and `restart_s` until work resumes.
 
 Source: Young 1974 (doi:10.1145/361147.361115); Daly 2006 (doi:10.1016/j.future.2004.11.016).
 Held by: tests/unit/test_failures.py
@@ -22,8 +22,8 @@ class Event(NamedTuple):
 
     Args:
         what: It did; "lost" is work, or a save, that a failure has undone.
-        start_s: On the clock of the run.
-        end_s: On the clock of the run.
+        start_s: Seconds on the clock of the run.
+        end_s: Seconds on the clock of the run.
     """
 
     what: What
@@ -36,7 +36,7 @@ class Story:
     """A run from its begin to its end.
 
     Args:
-        events: In order, without gaps.
+        events: Events in order, without gaps.
     """
 
     events: tuple[Event, ...]
@@ -67,12 +67,12 @@ def simulate(
     """Play a run with failures at random times.
 
     Args:
-        work_s: Of the whole run, without failures and checkpoints.
-        interval_s: Of work between two checkpoints.
+        work_s: Seconds of work in the whole run, without failures and checkpoints.
+        interval_s: Seconds of work between two checkpoints.
         save_s: Standstill for a checkpoint.
-        restart_s: From a failure until work goes on; none comes meanwhile.
+        restart_s: Seconds from a failure until work resumes; no other failure comes meanwhile.
         mtbf_s: Mean time between failures.
-        seed: Of the failures.
+        seed: Seed of the failures.
     """
     random = Random(seed)
     now_s = 0.0
@@ -104,9 +104,9 @@ def overhead(interval_s: float, save_s: float, restart_s: float, mtbf_s: float) 
     of these attempts; each failure adds the restart.
 
     Args:
-        interval_s: Of work between two checkpoints.
+        interval_s: Seconds of work between two checkpoints.
         save_s: Standstill for a checkpoint.
-        restart_s: From a failure until work goes on.
+        restart_s: Seconds from a failure until work resumes.
         mtbf_s: Mean time between failures, M.
 
     Source: Daly 2006, section 3; there failures come during restarts too, which makes the factor

@@ -47,7 +47,7 @@ def find_model(
     """A published model, the model of a recipe, or that of a config.json.
 
     Args:
-        name: Of the first two, or the path of the last, or of its folder.
+        name: Name of one of the first two, or the path of the last, or of its folder.
         vocab_size: Another vocabulary; of a recipe, one that it takes from its data.
         sequence_length: Tokens of a sample, if other than the model's own.
 
@@ -120,7 +120,7 @@ def from_numbers(
 
 
 def replaced(found: NamedModel, vocab_size: int | None, sequence_length: int | None) -> NamedModel:
-    """The same with another vocabulary or other sequences; None: as it is.
+    """The model with another vocabulary or other sequences; None: as it is.
 
     Raises:
         ValueError: There are weights for fewer positions than the sequence has.

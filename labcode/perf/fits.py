@@ -67,7 +67,7 @@ class Way(NamedTuple):
 
     Args:
         shape, settings: What it is.
-        needed_bytes: Of the fullest GPU.
+        needed_bytes: Bytes of the fullest GPU.
     """
 
     shape: GridShape
@@ -79,8 +79,8 @@ class Fitting(NamedTuple):
     """A way that fits.
 
     Args:
-        one: With a micro-batch of 1.
-        largest: With the largest micro-batch that fits, a power of two.
+        one: The layout with a micro-batch of 1.
+        largest: The layout with the largest micro-batch that fits, a power of two.
         tight: Whether little more would not fit.
     """
 
@@ -96,7 +96,7 @@ class Found:
     Args:
         stages: {stage of ZeRO: the ways that fit, from the least activation checkpointing to the
             most}, of plain data parallelism.
-        least: Of each such stage the way that needs least.
+        least: For each such stage the way that needs least.
         grid: If no stage fits with room to spare, the way with least model parallelism that does,
             if need be a tight one; None: none does.
         least_of_all: The way that needs least, whether it fits or not.
@@ -136,12 +136,12 @@ def gpu_memory(name: str) -> GpuMemory:
 def search(
     model: Transformer, gpus: int, memory_bytes: float, base: Settings, gpus_per_node: int = 8
 ) -> Found:
-    """All ways to train a model on so many GPUs.
+    """All ways to train a model on that many GPUs.
 
     Args:
-        model: Its shape.
+        model: Shape of the model.
         gpus: How many.
-        memory_bytes: Of one.
+        memory_bytes: Memory of one GPU.
         base: Bytes of a weight, dtype, attention: what is not searched.
         gpus_per_node: How far tensor parallelism reaches.
 

@@ -33,7 +33,7 @@ def transformer_flops_per_sample(
         full         4 forward of the layers, 3 of the head                96 B s L h^2 (...)
 
     Args:
-        model: Its shape.
+        model: Shape of the model.
         causal: Whether only the half of attention's square counts that a causal mask leaves.
         activation_checkpointing: What is computed again counts as well: these are the hardware's
             FLOPs; without it they are the model's.

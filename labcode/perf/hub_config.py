@@ -149,7 +149,7 @@ class NamedModel(NamedTuple):
 
     Args:
         title: What it is called.
-        shape: Its sizes.
+        shape: Sizes of the model.
         notes: What was taken for granted, each a sentence.
     """
 
@@ -210,7 +210,7 @@ def of_config(
 
     Args:
         config: What is in it.
-        where: Its name, for messages.
+        where: Name of the config, for messages.
         sequence_length: As in `read`.
 
     Raises:

@@ -89,7 +89,7 @@ class Work(NamedTuple):
         return max(0.0, self.launches * launch_s - self.device_s)
 
     def times(self, factor: float) -> "Work":
-        """So many times the same."""
+        """The same work several times."""
         return Work(*(factor * value for value in self))
 
     def plus(self, other: "Work") -> "Work":
@@ -104,7 +104,7 @@ class Cut(NamedTuple):
         micro_batch: Samples at once.
         tp, cp: Ranks that share the features, and the sequence.
         sequence_parallel: Whether tp cuts norms and residuals as well.
-        dtype: Of the products.
+        dtype: Dtype of the products.
         attention: "unfused", "flash", "flash2" or "flash3".
         compiled: Whether a compiler has fused what is elementwise.
         ep: Ranks over which the experts are divided.
@@ -130,7 +130,8 @@ def tile_share(m: float, n: float, multiprocessors: int | None, count: float = 1
 
     Args:
         m, n: Rows and columns of the product.
-        multiprocessors: Of the device; None: unknown, and nothing is lost.
+        multiprocessors: Number of multiprocessors of the device; None: unknown, and nothing is
+            lost.
         count: Products of this size at once.
 
     Held by: tests/unit/test_layer_time.py::test_the_last_wave_of_tiles_may_be_almost_empty
@@ -172,8 +173,8 @@ def layer_work(model: Transformer, gpu: Gpu, cut: Cut) -> tuple[Work, Work]:
     """Forward and backward of one layer for one micro-batch on one rank.
 
     Args:
-        model: Its shape.
-        gpu: Where.
+        model: Shape of the model.
+        gpu: GPU that computes.
         cut: What of it.
 
     Raises:

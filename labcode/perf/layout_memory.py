@@ -69,7 +69,7 @@ def layout_memory(model: Transformer, shape: GridShape, settings: Settings) -> d
     """{part: bytes} of the fullest rank.
 
     Args:
-        model: Its shape.
+        model: Shape of the model.
         shape: The grid.
         settings: The training.
     """
@@ -206,7 +206,7 @@ def _gathered(model: Transformer, shape: GridShape, settings: Settings) -> float
 
 
 def _gathered_frozen(model: Transformer, shape: GridShape, settings: Settings) -> float:
-    """As `_gathered`, of frozen weights, which have no gradient; in 4 bits one product's weight is
+    """Like `_gathered`, for frozen weights without gradients; in 4 bits one product's weight is
     expanded beside them, whatever ZeRO does.
     """
     expanded = 0.0

@@ -80,15 +80,15 @@ def layer_activations(
     Held by: test_perf_memory.py::test_an_rms_norm_on_a_cpu_keeps_what_it_normalised
 
     Args:
-        model: Its shape. The sequence is `model.sequence_length` long.
+        model: Shape of the model; a sequence has `model.sequence_length` tokens.
         shape: The grid; only tp and cp matter to one layer.
         batch: Samples that this rank works on at once.
         sequence_parallel: Whether what tp leaves whole is cut along the sequence.
-        value_bytes: Of one activation that a matrix product reads or writes.
-        residual_bytes: Of one number between the layers, which the norms read; None: as
+        value_bytes: Bytes of one activation that a matrix product reads or writes.
+        residual_bytes: Bytes of one number between the layers, which the norms read; None: as
             `value_bytes`. Autocast keeps 4.
-        mask_bytes: Of one number of a dropout mask: 1 on a GPU; on a CPU torch keeps as much as for
-            the number that it drops.
+        mask_bytes: Bytes of one number of a dropout mask: 1 on a GPU; on a CPU torch keeps as much
+            as for the number that it drops.
         fused_attention: Whether the scores are never stored (FlashAttention, and what PyTorch calls
             efficient attention).
         activation_checkpointing: "selective": log-sum-exp and scores are computed again. "full":
@@ -223,7 +223,7 @@ def _attention(
     """What is cut by heads.
 
     Args:
-        tokens: Of this rank of cp, divided by tp: cutting the heads has the same effect.
+        tokens: Tokens of this rank of cp, divided by tp: cutting the heads has the same effect.
     """
     heads = model.num_heads
     kv_heads = _kv_heads(model)
@@ -332,7 +332,7 @@ def paper_layer_bytes(
     It takes 2 bytes a number, dropout everywhere, as many kv heads as heads, and F = 4 H.
 
     Args:
-        model: Its sequence length, hidden size and heads are read, nothing else.
+        model: Shape of the model; only its sequence length, hidden size and heads are read.
         batch: Samples on this rank.
         tp: Ranks that share each layer.
         sequence_parallel: Eq. 4 in place of eq. 2.

@@ -30,8 +30,8 @@ class MemoryTimeline(NamedTuple):
     """Bytes of each category after each allocation and release of one step.
 
     Args:
-        step: Its number.
-        time_ms: Since the step began, ascending; the first is 0.
+        step: Number of the step.
+        time_ms: Milliseconds since the step began, ascending; the first is 0.
         used_bytes: {category: bytes from that time on}, each as long as `time_ms`.
         parts: (name, start, stop) in ms of the named parts of the step, in order.
     """
@@ -62,20 +62,17 @@ class _Block:
         self.stop_us = float("inf")
 
 
-def memory_timeline(
-    source: Any, step: int | None = None, rank: int | None = None
-) -> MemoryTimeline:
+def memory_timeline(source: Any, step: int | None = None) -> MemoryTimeline:
     """The memory of a recorded step.
 
     Args:
         source: What `chrome_trace.read` takes.
         step: Its number; None: the last one that was recorded.
-        rank: Whose trace of a run.
 
     Raises:
         ValueError: The trace has no allocations, or not that step.
     """
-    trace = read(source, rank)
+    trace = read(source)
     steps = trace.steps()
     number = max(steps) if step is None else step
     if number not in steps:

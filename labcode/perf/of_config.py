@@ -43,7 +43,7 @@ def settings_of(config: Config, shape: GridShape, gpu: Gpu) -> Settings:
 
     Args:
         config: The run.
-        shape: Its grid.
+        shape: Grid of the ranks.
         gpu: For `train.dtype=auto`: bfloat16 where it has that, else float32.
 
     Raises:

@@ -35,9 +35,9 @@ def rank_parameters(model: GPTConfig, shape: GridShape, stage: int) -> int:
     """Weights of each rank of a stage.
 
     Args:
-        model: Its shape, with a vocabulary.
+        model: Shape of the model, with a vocabulary.
         shape: The grid; pp divides the layers.
-        stage: Its coordinate of pp.
+        stage: Coordinate of the rank along pp.
 
     Raises:
         ValueError: Layers that pp does not divide.

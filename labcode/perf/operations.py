@@ -28,10 +28,10 @@ class Operation(NamedTuple):
     """All calls of one operation, or of one kernel.
 
     Args:
-        name: As the trace has it.
+        name: Name as the trace has it.
         self_ms: Time in it, without the operations that it calls.
         calls: How many.
-        share: Of the time of all recorded steps.
+        share: Share of the time of all recorded steps.
     """
 
     name: str
@@ -61,15 +61,14 @@ class Launches(NamedTuple):
     by_stream: dict[int, tuple[int, float, float]]
 
 
-def top_operations(source: Any, rows: int = 10, rank: int | None = None) -> list[Operation]:
+def top_operations(source: Any, rows: int = 10) -> list[Operation]:
     """The operations with most time of their own, in the recorded steps: kernels, where a GPU was.
 
     Args:
         source: What `chrome_trace.read` takes.
         rows: How many.
-        rank: Whose trace of a run.
     """
-    trace = read(source, rank)
+    trace = read(source)
     found: dict[str, tuple[float, int]] = {}
     for event, self_us in own_times(trace):
         before_us, calls = found.get(event.name, (0.0, 0))
@@ -97,14 +96,13 @@ def elementwise_share(trace: Trace) -> float:
     return spent_us / total_us(trace)
 
 
-def launches(source: Any, rank: int | None = None) -> Launches | None:
+def launches(source: Any) -> Launches | None:
     """How a GPU was kept busy; None without one.
 
     Args:
         source: What `chrome_trace.read` takes.
-        rank: Whose trace of a run.
     """
-    trace = read(source, rank)
+    trace = read(source)
     if not trace.has_gpu:
         return None
     steps = _spans(trace.steps().values())

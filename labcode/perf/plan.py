@@ -46,7 +46,7 @@ class Layout(NamedTuple):
     Args:
         shape, settings: What it is.
         step_s: Predicted seconds of a step.
-        memory_bytes: Of the fullest rank.
+        memory_bytes: Bytes on the fullest rank.
     """
 
     shape: GridShape
@@ -70,7 +70,7 @@ class Refusal(NamedTuple):
 
     Args:
         shape, settings: What it is; of its orders the first.
-        needed_bytes, limit_bytes: Of the fullest rank, and of its GPU.
+        needed_bytes, limit_bytes: Bytes on the fullest rank, and of its GPU.
         and_larger: Whether every larger micro-batch is meant as well.
     """
 
@@ -112,12 +112,12 @@ def plan(
     """All layouts, ranked.
 
     Args:
-        model: Its shape.
-        cluster: Where.
+        model: Shape of the model.
+        cluster: Cluster on which it runs.
         gpus: How many of it.
         global_batch: Samples of a step.
         settings: What is not searched: dtype, attention, bytes, overlap; None: the defaults.
-        scale: Of the software stack, as in `estimate`.
+        scale: Factor of the software stack, as in `estimate`.
 
     Raises:
         ValueError: Fewer than one GPU, or no layout that divides what it cuts.
@@ -147,7 +147,7 @@ def plan(
 
 
 def _step_s(layout: Layout) -> tuple[float, float]:
-    """Of equally fast ones the one that needs least memory comes first."""
+    """Sort by seconds; of equally fast layouts the one that needs least memory comes first."""
     return layout.step_s, layout.memory_bytes
 
 
@@ -156,7 +156,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def grids(model: Transformer, gpus: int, largest_tp: int, global_batch: int) -> Iterator[GridShape]:
-    """Every grid of so many ranks that divides heads, tokens, layers, experts and batch."""
+    """Every grid of that many ranks that divides heads, tokens, layers, experts and batch."""
     largest_cp = max(1, model.sequence_length // LEAST_TOKENS)
     for tp in _divisors(gpus):
         if tp > largest_tp:

@@ -78,11 +78,11 @@ class PublishedRun:
     Args:
         source_key: Short name of the source.
         model, shape, cluster, settings: The arguments of `estimate`.
-        precision: As the source calls it.
+        precision: Precision as the source calls it.
         step_s: Seconds of a step; None: not stated.
-        memory_bytes: Of the fullest GPU; None: not stated, or not of a whole process.
+        memory_bytes: Bytes on the fullest GPU; None: not stated, or not of a whole process.
         out_of_memory: Whether it did not fit; None: not stated.
-        source: Where it is from.
+        source: Source of the numbers.
     """
 
     source_key: str

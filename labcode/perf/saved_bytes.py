@@ -87,7 +87,7 @@ def saved_bytes(model: nn.Module) -> Iterator[Saved]:
     gradients and the optimizer's state.
 
     Args:
-        model: Its weights do not count, and its modules give the names.
+        model: The module; its weights do not count, and its submodules give the names.
 
     Held by: tests/ranks/test_activation_bytes.py
     """

@@ -61,26 +61,27 @@ class Settings:
     Args:
         global_batch: Samples of an optimizer step over all ranks.
         micro_batch: Samples that go through the model at once.
-        dtype: Of the matrix products.
+        dtype: Dtype of the matrix products.
         attention: "unfused", "flash", "flash2" or "flash3".
         activation_checkpointing: "none"; "selective", the core of attention; "operators", all but
             attention and every second product; "full", each layer from its input.
         sequence_parallel: Whether tp cuts norms and residuals along the sequence.
         stages_per_rank: More than one interleaves 1F1B.
         zero_stage: 0 to 3; 3 is FSDP.
-        weight_bytes: Of a weight as a rank keeps it.
-        gradient_bytes: Of a gradient as a rank keeps it.
-        optimizer_bytes: Of the optimizer for each weight, master weights included.
-        gathered_bytes: Of a weight that is gathered.
-        reduced_bytes: Of a gradient that is summed over ranks.
-        adapter_rank: Of low-rank adapters, which train in place of the model (`perf.adapters`); a
-            frozen weight then costs its `weight_bytes` alone. 0: the model itself trains.
+        weight_bytes: Bytes of a weight as a rank keeps it.
+        gradient_bytes: Bytes of a gradient as a rank keeps it.
+        optimizer_bytes: Bytes of optimizer state for each weight, master weights included.
+        gathered_bytes: Bytes of a weight that is gathered.
+        reduced_bytes: Bytes of a gradient that is summed over ranks.
+        adapter_rank: Rank of low-rank adapters, which train in place of the model
+            (`perf.adapters`); a frozen weight then costs its `weight_bytes` alone. 0: the model
+            itself trains.
         four_bit: Whether the frozen products are kept in 4 bits (QLoRA).
         autocast: Whether what runs from layer to layer is as wide as the weights, and only products
             are narrow; PyTorch's autocast does that.
         overlap_data_parallel: Whether gradients travel during the last backward.
         scatter_gather: Whether the ranks of tp share what goes to the next stage.
-        context_attention: Over cp, "ring" or "all_gather".
+        context_attention: Attention over cp, "ring" or "all_gather".
         compiled: Whether a compiler fuses what is elementwise.
         reserved_bytes: What a process needs beside its tensors: CUDA context, NCCL's buffers, what
             the allocator cannot use. In-sample: of 3, 4 and 5 GiB the one with which most published
@@ -131,7 +132,7 @@ def check(model: Transformer, shape: GridShape, settings: Settings) -> None:
     """Refuse a layout that cannot run.
 
     Raises:
-        ValueError: In one line.
+        ValueError: One line that says what does not fit.
     """
     per_step = settings.micro_batch * shape.dp
     cuts = (

@@ -21,9 +21,9 @@ class StateBytes(NamedTuple):
     """Bytes of one rank.
 
     Args:
-        weights: Of the model's parameters.
-        gradients: Of their gradients.
-        optimizer: Of what the optimizer keeps, master weights included.
+        weights: Bytes of the model's parameters.
+        gradients: Bytes of their gradients.
+        optimizer: Bytes of what the optimizer keeps, master weights included.
     """
 
     weights: float
@@ -48,10 +48,11 @@ def state_bytes(
     """Bytes that each rank keeps at a stage of ZeRO.
 
     Args:
-        num_parameters: Of the model, or of a rank's part of it where tp or pp cut it too.
+        num_parameters: Number of parameters of the model, or of a rank's part of it where tp or pp
+            cut it too.
         stage: 0 to 3.
         ranks: Over which everything is divided; under hybrid sharding those of one copy.
-        weight_bytes, gradient_bytes: Of one number: 4 in float32, 2 in bfloat16.
+        weight_bytes, gradient_bytes: Bytes of one number: 4 in float32, 2 in bfloat16.
         optimizer_bytes: For one parameter: 8 for Adam in float32, 12 with master weights beside
             16-bit ones, 0 for plain SGD.
 

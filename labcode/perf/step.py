@@ -35,7 +35,7 @@ class ClusterModel:
     """Nodes full of devices; ranks fill them in order.
 
     Args:
-        flops_per_s: Of one device, in matrix products; everything else takes no time.
+        flops_per_s: FLOP/s of one device, in matrix products; everything else takes no time.
         inside: A link inside a node.
         between: A link between two nodes.
         ranks_per_node: Devices of a node.
@@ -92,7 +92,7 @@ def iteration_parts(
         shape: Grid of dp, pp and tp.
         global_batch: Samples of a step over all ranks.
         micro_batch: Samples that go through the pipeline at once.
-        cluster: Its speeds; ranks fill its nodes in order.
+        cluster: Speeds of the cluster; ranks fill its nodes in order.
         data_parallel: How the ranks of dp share the work: see above.
 
     Raises:
@@ -186,13 +186,15 @@ def _slowness(link: Link) -> float:
 
 # ---- one device
 
+WIDE_BYTES = 4  # of a weight, a gradient, a residual, and of the loss
+
 
 @dataclass(frozen=True)
 class DeviceSpeed:
     """What one device can do; `measure.device_speed.device_speed` measures it.
 
     Args:
-        flops_per_s: In matrix products.
+        flops_per_s: FLOP/s in matrix products.
         bytes_per_s: Read and written by operations that compute little, such as an addition.
         launch_s: Seconds that an operation takes however small it is.
     """
@@ -207,7 +209,7 @@ class StepTime:
     """The seconds of a step, by what they are spent on.
 
     Args:
-        matmul_s: In matrix products, attention among them.
+        matmul_s: Seconds in matrix products, attention among them.
         memory_s: Reading and writing, in all other operations.
         launch_s: Launching operations.
     """
@@ -229,7 +231,6 @@ def device_step(
     micro_batch: int,
     num_micro_batches: int = 1,
     value_bytes: int = 4,
-    wide_bytes: int = 4,
 ) -> StepTime:
     """The seconds of one optimizer step on one device.
 
@@ -244,11 +245,11 @@ def device_step(
 
     Args:
         model: Every size filled in. No dropout and no activation checkpointing.
-        speed: Of the device, in the dtype of the matrix products.
+        speed: Measured speed of the device, in the dtype of the matrix products.
         micro_batch: Samples at once.
         num_micro_batches: How many of them make a step.
-        value_bytes: Of a number that a matrix product reads or writes.
-        wide_bytes: Of weights, gradients, residuals and loss.
+        value_bytes: Bytes of a number that a matrix product reads or writes; weights, gradients,
+            residuals and the loss have 4.
 
     Source: Williams et al. 2009 (Roofline, doi:10.1145/1498765.1498785); the launch as a part of
         its own, as in He 2022, "Making Deep Learning Go Brrrr From First Principles".
@@ -258,10 +259,10 @@ def device_step(
     """
     flops = micro_batch * training_flops_per_sample(model)
     tokens = micro_batch * model.sequence_length
-    num_bytes = model.num_layers * _layer_bytes(model, tokens, value_bytes, wide_bytes)
-    num_bytes += _ends_bytes(model, tokens, wide_bytes)
-    optimizer_bytes = OPTIMIZER_PASSES * model.num_parameters * wide_bytes
-    launches = num_micro_batches * launches_per_micro_batch(model, value_bytes < wide_bytes)
+    num_bytes = model.num_layers * _layer_bytes(model, tokens, value_bytes)
+    num_bytes += _ends_bytes(model, tokens)
+    optimizer_bytes = OPTIMIZER_PASSES * model.num_parameters * WIDE_BYTES
+    launches = num_micro_batches * launches_per_micro_batch(model, value_bytes < WIDE_BYTES)
     return StepTime(
         matmul_s=num_micro_batches * flops / speed.flops_per_s,
         memory_s=(num_micro_batches * num_bytes + optimizer_bytes) / speed.bytes_per_s,
@@ -290,9 +291,7 @@ LOSS_PASSES = 9 + 5  # forward: maximum, difference, exp, sum, quotient; backwar
 OPTIMIZER_PASSES = 1 + 7 + 1 + 4
 
 
-def _layer_bytes(
-    model: GPTConfig | ViTConfig, tokens: float, value_bytes: int, wide_bytes: int
-) -> float:
+def _layer_bytes(model: GPTConfig | ViTConfig, tokens: float, value_bytes: int) -> float:
     """Bytes that one layer moves outside of its matrix products, forward and backward."""
     hidden = model.hidden_size
     kv_heads = model.kv_heads if isinstance(model, GPTConfig) else model.num_heads
@@ -308,18 +307,18 @@ def _layer_bytes(
         wide += ROUTER_PASSES * model.num_experts
     if isinstance(model, GPTConfig) and model.positions == "rotary":
         narrow += ROTARY_PASSES * (model.num_heads + kv_heads) * model.head_size
-    if value_bytes < wide_bytes:
+    if value_bytes < WIDE_BYTES:
         wide += 2 * CAST_PASSES * 2 * hidden
     scores = SCORE_PASSES * model.num_heads * model.sequence_length
-    return tokens * (wide * wide_bytes + narrow * value_bytes + scores * value_bytes)
+    return tokens * (wide * WIDE_BYTES + narrow * value_bytes + scores * value_bytes)
 
 
-def _ends_bytes(model: GPTConfig | ViTConfig, tokens: float, wide_bytes: int) -> float:
+def _ends_bytes(model: GPTConfig | ViTConfig, tokens: float) -> float:
     """Bytes of the embedding, the last norm and the loss."""
     outputs = model.patch_outputs if isinstance(model, ViTConfig) else model.vocab_size or 0
     return (
         tokens
-        * wide_bytes
+        * WIDE_BYTES
         * ((NORM_PASSES + ADD_PASSES) * model.hidden_size + LOSS_PASSES * outputs)
     )
 

@@ -23,8 +23,8 @@ def summary(source: Any, rank: int | None = None, rows: int = 10) -> str:
 
     Args:
         source: What `chrome_trace.read` takes.
-        rank: Whose trace of a run.
-        rows: Of the table of operations.
+        rank: Rank whose trace of a run is read.
+        rows: Rows of the table of operations.
 
     Raises:
         ValueError: There is no such trace, or nothing in it.

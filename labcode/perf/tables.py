@@ -17,7 +17,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows as aligned columns: the first to the left, all others to the right.
 
     Args:
-        rows: As many texts in each; the first row is the head.
+        rows: Texts of each row, equally many; the first row is the head.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -106,7 +106,7 @@ def layout_row(layout: Layout) -> list[str]:
 
 
 def best_of_each_grid(found: Plan) -> list[Layout]:
-    """Of the layouts of one grid (dp, pp, cp, tp, ep) the fastest, the fastest grid first."""
+    """The fastest layout of each grid (dp, pp, cp, tp, ep), the fastest grid first."""
     seen = set()
     best = []
     for layout in found.ranked:

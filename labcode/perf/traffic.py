@@ -94,12 +94,12 @@ def step_traffic(
     if it gave each expert as many rows.
 
     Args:
-        model: Its shape, with a vocabulary size.
+        model: Shape of the model, with a vocabulary size.
         shape: The grid.
         global_batch: Samples of `context_length` tokens per optimizer step.
         context_attention: How attention works over cp, "ring" or "all_gather".
-        value_bytes: Of one activation.
-        gradient_bytes: Of one gradient when it is summed.
+        value_bytes: Bytes of one activation.
+        gradient_bytes: Bytes of one gradient when it is summed.
         sequence_parallel: Whether the ranks of tp share out the tokens between layers.
 
     Returns:
@@ -137,7 +137,7 @@ def step_traffic(
 
 
 def _gradients(model: GPTConfig, shape: GridShape, per_weight: float) -> Traffic:
-    """Of all weights over dp; those of experts that ep divides over the ranks that copy them."""
+    """Sum gradients over dp; those of experts that ep divides, over the ranks that copy them."""
     experts = model.num_expert_parameters if shape.ep > 1 else 0
     others = (model.num_parameters - experts) * per_weight
     total = Counter(_over_rings("all_reduce", shape.groups("dp", "cp"), others))
@@ -148,7 +148,7 @@ def _gradients(model: GPTConfig, shape: GridShape, per_weight: float) -> Traffic
 
 
 def _all_to_all(groups: Iterable[list[int]], message_bytes: float) -> Traffic:
-    """A rank has so many bytes, and sends each of the others its part of them."""
+    """Each rank has `num_bytes`, and sends each of the others its part of them."""
     traffic: Traffic = {}
     for group in groups:
         for sender, receiver in itertools.permutations(group, 2):
@@ -194,7 +194,7 @@ def _between_stages(shape: GridShape, act: float) -> Traffic:
 
 
 def _over_rings(collective: str, groups: Iterable[list[int]], message_bytes: float) -> Traffic:
-    """The same collective in each of the groups."""
+    """Run the same collective in each of the groups."""
     total: Counter[tuple[int, int]] = Counter()
     for group in groups:
         total.update(ring(collective, group, message_bytes))

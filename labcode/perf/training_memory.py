@@ -26,8 +26,9 @@ Held by: tests/unit/test_training_memory_parts.py; against measured peaks of one
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from labcode.config import GPTConfig, ViTConfig, require
+from labcode.config import GPTConfig, ViTConfig
 from labcode.perf.memory import INDEX_BYTES, ONE_RANK, layer_activations, model_activations
+from labcode.perf.transformer import Transformer
 from labcode.topology import GridShape
 
 # dtype of a run: (bytes of what a matrix product reads, bytes of weights and between the layers)
@@ -48,8 +49,8 @@ class TrainingMemory:
     Args:
         moment: Which.
         parameters: Weights.
-        gradients: Of the weights, as far as backward has come; all of them from the second
-            micro-batch on.
+        gradients: Bytes of the weights' gradients, as far as backward has come; all of them from
+            the second micro-batch on.
         optimizer: What AdamW keeps: two moments of each weight.
         activations: What forward has kept for backward, the loss left out. Under autocast the
             narrow copies of the weights are among them in a plain model.
@@ -123,11 +124,12 @@ def training_moments(
     and the peak of the whole is a prediction. What ZeRO divides, `layout_memory` counts.
 
     Args:
-        model: Its shape, with every size filled in.
+        model: Shape of the model, with every size filled in.
         shape: The grid.
         micro_batch: Samples that a rank works on at once.
         num_micro_batches: How many of them add up their gradients.
-        dtype: Of the matrix products; weights, gradients and optimizer are float32, or float64.
+        dtype: Dtype of the matrix products; weights, gradients and optimizer are float32, or
+            float64.
         data_parallel: "ddp", which copies gradients into its buckets, or "labcode", whose
             gradients lie in them. Both keep the buckets from step to step. "none" has no buckets:
             a plain model on one rank, whose gradients nobody averages.
@@ -198,12 +200,12 @@ class WeightCounts(NamedTuple):
     """Weights of one rank, in numbers.
 
     Args:
-        layer: Of one layer.
-        down: Of the second product of an MLP, the weight whose gradient is made first in a layer;
-            of experts those of all together.
-        head: Of the output head, shared with the embedding where the two are tied.
-        ends: Of all that is in no layer, the head included.
-        narrowed: Of those which autocast copies into the narrow dtype.
+        layer: Number of weights in one layer.
+        down: Weights of the second product of an MLP, the one whose gradient is made first in a
+            layer; of experts those of all together.
+        head: Weights of the output head, shared with the embedding where the two are tied.
+        ends: Weights of all that is in no layer, the head included.
+        narrowed: Weights that autocast copies into the narrow dtype.
     """
 
     layer: float
@@ -221,39 +223,32 @@ def weight_counts(model: GPTConfig | ViTConfig, shape: GridShape = ONE_RANK) -> 
 
     Held by: tests/unit/test_training_memory_parts.py
     """
-    hidden = model.hidden_size
+    sizes = Transformer.of(model)
+    hidden = sizes.hidden_size
     tp = shape.tp
-    kv_heads = model.kv_heads if isinstance(model, GPTConfig) else model.num_heads
-    bias = model.bias if isinstance(model, GPTConfig) else True
-    gated = isinstance(model, GPTConfig) and model.gated
-    qkv = (hidden + bias) * (model.num_heads + 2 * kv_heads) * model.head_size / tp
-    proj = hidden * hidden / tp + bias * hidden
-    up = (hidden + bias) * model.ffn * (2 if gated else 1) / tp
-    down = model.ffn * hidden / tp + bias * hidden
+    bias = sizes.biases
     norm = hidden + bias * hidden
-    narrow_layer = qkv + proj + up + down
-    layer = narrow_layer + 2 * norm
-    if isinstance(model, GPTConfig) and model.num_experts:
-        expert = model.num_expert_parameters / (model.num_layers * shape.ep * tp)
-        shared = (3 if gated else 2) * hidden * model.shared_ffn_size / tp
-        router = model.num_experts * (hidden + (model.router_bias_rate > 0))
-        narrow_layer = qkv + proj + expert + shared
-        layer = narrow_layer + router + 2 * norm
-        down = expert / (3 if gated else 2)
-    if isinstance(model, ViTConfig):
-        head = (hidden + 1) * model.patch_outputs
-        embed = (model.patch_inputs + 1) * hidden
-        ends = embed + head + model.sequence_length * hidden + norm
-        narrow_ends = embed + head
+    narrow_layer = (hidden + bias) * sizes.qkv / tp
+    narrow_layer += hidden * sizes.heads_size / tp + bias * hidden
+    router = 0
+    if sizes.experts:
+        experts = sizes.expert_weights / (shape.ep * tp)
+        narrow_layer += experts + sizes.mlp_matrices * hidden * sizes.shared_size / tp
+        router = sizes.experts * (hidden + sizes.router_biases)
+        down = experts / sizes.mlp_matrices
     else:
-        require(model, "vocab_size")
-        assert model.vocab_size is not None
-        head = model.vocab_size * hidden / tp
-        copies = 1 if model.tie_embeddings else 2
-        positions = model.context_length * hidden if model.positions == "learned" else 0
-        ends = copies * head + positions + norm
-        narrow_ends = head
-    narrowed = model.num_layers * narrow_layer + narrow_ends
+        down = hidden * sizes.ffn / tp + bias * hidden
+        narrow_layer += (hidden + bias) * sizes.ffn * (sizes.mlp_matrices - 1) / tp + down
+    layer = narrow_layer + router + 2 * norm
+    if sizes.inputs:  # a vision transformer, whose ends tp does not cut
+        head = sizes.head_weights + sizes.outputs
+        ends = sizes.end_parameters
+        narrow_ends = (sizes.inputs + 1) * hidden + head
+    else:
+        head = narrow_ends = sizes.head_weights / tp
+        copies = 1 if sizes.tied else 2
+        ends = sizes.end_parameters - copies * (sizes.head_weights - head)
+    narrowed = sizes.num_layers * narrow_layer + narrow_ends
     return WeightCounts(layer, down, head, ends, narrowed)
 
 
@@ -263,7 +258,7 @@ class _Sizes:
 
     Args:
         layer: Bytes of activations that a layer needs in its backward.
-        kept_of_a_layer: Those of them that forward has kept; the others are computed again.
+        kept_of_a_layer: Bytes of them that forward has kept; the others are computed again.
         whole: {kind: bytes} of the whole model, without checkpointing.
     """
 
@@ -288,7 +283,7 @@ class _Sizes:
 
     @property
     def tokens(self) -> float:
-        """Of this rank."""
+        """Number of tokens on this rank."""
         return self.micro_batch * self.model.sequence_length / self.shape.cp
 
     @property
@@ -386,7 +381,7 @@ def _moments(sizes: _Sizes, num_micro_batches: int, data_parallel: str) -> list[
         """What is the same at all moments is filled in.
 
         Args:
-            gradients: As far as they are there in the first micro-batch.
+            gradients: Bytes of gradients that are there in the first micro-batch.
             new_weight: Weights whose gradient has just been made.
         """
         if accumulates:

@@ -35,11 +35,11 @@ class Transformer:
     """Sizes of a transformer; those in features unless it says otherwise.
 
     Args:
-        num_layers, hidden_size, num_heads: As usual.
+        num_layers, hidden_size, num_heads: The usual sizes of a transformer.
         sequence_length: Tokens, or patches, of one sample.
         outputs: What the head predicts for a token: the vocabulary, or the values of a patch.
         kv_heads: Key/value heads; None: as many as query heads.
-        ffn_size: Inside the MLP; None: 4 * hidden_size.
+        ffn_size: Width inside the MLP; None: 4 * hidden_size.
         gated: Whether the MLP has a third matrix, as SwiGLU has.
         inputs: Values that the first product reads for a token; 0: a token is looked up.
         tied: Whether the head is the embedding.
@@ -47,11 +47,11 @@ class Transformer:
         biases: Whether products and norms have biases.
         causal: Whether a token attends to those before it only.
         dropout: Whether there is any.
-        head_features: Of one head; None: hidden_size / num_heads.
+        head_features: Features of one head; None: hidden_size / num_heads.
         max_positions: How many positions have a weight, if more than a sequence has; None: as many.
         experts: MLPs of a layer between which a router chooses; 0: one for all tokens, no router.
         active_experts: How many of them a token goes through.
-        shared_size: Inside one more MLP beside them that every token goes through.
+        shared_size: Width inside one more MLP beside them that every token goes through.
         router_biases: Whether each expert has a bias by which the load is kept even.
 
     Raises:
@@ -255,10 +255,10 @@ class Transformer:
         return self.num_parameters - self.num_layers * self.idle_expert_weights
 
     def check_ep(self, ep: int) -> None:
-        """Refuse experts that cannot be divided over so many ranks.
+        """Refuse experts that cannot be divided over that many ranks.
 
         Raises:
-            ValueError: In one line.
+            ValueError: One line that says what does not fit.
         """
         if ep > 1 and not self.experts:
             raise ValueError(f"ep={ep} divides experts, and this model has none: leave ep at 1")

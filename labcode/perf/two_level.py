@@ -32,7 +32,7 @@ class Placement(NamedTuple):
     """Where the ranks of a group sit.
 
     Args:
-        ranks: Of the group.
+        ranks: Number of ranks of the group.
         per_node: How many of them share a node.
     """
 
@@ -73,9 +73,9 @@ class Places(NamedTuple):
 
     Args:
         tp, cp, pp: Groups along one axis.
-        data: Those along dp and cp, which share the gradient of a weight.
-        ep: Those over which experts are divided.
-        copies: Those along edp and cp, which share the gradient of an expert.
+        data: Ranks along dp and cp, which share the gradient of a weight.
+        ep: Ranks over which experts are divided.
+        copies: Ranks along edp and cp, which share the gradient of an expert.
     """
 
     tp: Placement
@@ -106,7 +106,7 @@ def group_link(cluster: Cluster, place: Placement) -> Link:
 
 
 def link_over(inside: Link, between: Link, place: Placement) -> Link:
-    """As `group_link`, of two links.
+    """Like `group_link`, over two links.
 
     alpha is the mean over the ring: k of its n messages cross the network.
     """

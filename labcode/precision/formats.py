@@ -58,11 +58,6 @@ class Format:
         return 2 - 2 ** (self.exponent_bits - 1)
 
     @property
-    def smallest_normal(self) -> float:
-        """The smallest positive number with all its digits."""
-        return 2.0**self.smallest_exponent
-
-    @property
     def smallest_subnormal(self) -> float:
         """The smallest positive number."""
         return 2.0 ** (self.smallest_exponent - self.fraction_bits)
@@ -131,7 +126,8 @@ def cast(
     else:
         chance = torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)
         below = torch.floor(steps)
-        whole = below + (chance < steps - below)
+        rounds_up = chance < steps - below
+        whole = torch.where(rounds_up, below + 1, below)
     # a number just below 0 becomes -0.0, as it should
     rounded = torch.copysign(whole * spacing, x)
     if saturate:
@@ -241,7 +237,7 @@ def cast_blocks(
 
 
 def cast_squares(x: torch.Tensor, to: BlockFormat) -> torch.Tensor:
-    """As `cast_blocks`, with a scale for each square of block x block numbers.
+    """Like `cast_blocks`, with a scale for each square of block x block numbers.
 
     The transpose of the result is the result for the transpose, so that a weight is the same
     numbers in forward and in backward.
@@ -272,7 +268,7 @@ def cast_squares(x: torch.Tensor, to: BlockFormat) -> torch.Tensor:
 
 
 def _cast_elements(x: torch.Tensor, to: Format) -> torch.Tensor:
-    """As `cast`, and 30 times faster where PyTorch has the format."""
+    """Like `cast`, and 30 times faster where PyTorch has the format."""
     if to.dtype is None:
         return cast(x, to)
     return x.clamp(-to.largest, to.largest).to(to.dtype).to(x.dtype)

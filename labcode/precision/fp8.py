@@ -525,7 +525,8 @@ class Fp8:
             if isinstance(module, nn.Linear):
                 model.set_submodule(name, ProductLinear(module, multiply))
             elif hasattr(module, "product") and hasattr(module, "weight"):
-                module.product = multiply  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+                own: Any = module  # a layer of the grid, whose product is an attribute of its own
+                own.product = multiply
             else:
                 continue
             self.products[name] = multiply

@@ -58,13 +58,13 @@ Call = Callable[[torch.Tensor], object]
 
 @dataclass(frozen=True)
 class Measured:
-    """What this machine can do, with so many ranks at work.
+    """What this machine can do while that many ranks are at work.
 
     Args:
         gpu: The device of one rank; its peaks are what large operations reach.
-        launch_s: Of an operation of a layer, on next to nothing.
+        launch_s: Seconds of one operation of a layer, on next to nothing.
         host_computes: Whether the processor that launches operations also computes them.
-        once_s: Of all that a step does beside its layers, on next to nothing.
+        once_s: Seconds of all that a step does beside its layers, on next to nothing.
         links: {collective: link}; without a peer there are none.
     """
 
@@ -83,7 +83,7 @@ def measure(world: World, grid: Grid, memory_bytes: float) -> Measured:
     Args:
         world: This process.
         grid: All ranks on its axis dp.
-        memory_bytes: Of this rank; the smallest counts.
+        memory_bytes: Memory of this rank in bytes; the smallest counts.
 
     Held by: tests/ranks/test_calibrate.py
     """
@@ -142,9 +142,9 @@ def _memory_share(gpu: Gpu, sizes: dict[str, int], layer_s: float, launch_s: flo
 
     Args:
         gpu: Everything else of it.
-        sizes: Of the model.
+        sizes: Sizes of the model.
         layer_s: Measured of a layer.
-        launch_s: Of an operation, where nothing hides it.
+        launch_s: Seconds of one operation, where nothing hides them.
     """
     model = Transformer.of(_config(sizes, {"model.vocab_size": 1}).model)
     forward, backward = layer_work(model, gpu, Cut(SAMPLES, dtype="float32"))

@@ -38,14 +38,14 @@ def check_memory(
     the least to hold counts, so that every rank decides the same on nodes of the same size.
 
     Args:
-        model: With every size filled in from the data.
+        model: Config of the model, with every size filled in from the data.
         resolved: The run.
         local_world_size: Ranks that share the memory: all of a node, or those of one GPU.
         available_bytes: Size of that memory; None: `hardware.memory_bytes()`.
         num_samples: Length of the training data: each rank keeps a permutation of it.
 
     Raises:
-        ValueError: With both numbers.
+        ValueError: One line with both numbers.
 
     Held by: tests/unit/test_capacity.py
     """

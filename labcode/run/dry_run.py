@@ -58,7 +58,7 @@ def dry_run(
     """Run one rank's step; the process has no process group before and none after.
 
     Args:
-        model: With a vocabulary.
+        model: Config of the model, with a vocabulary.
         shape: The grid, without cp.
         rank: Which rank of it.
         micro_batch: Samples at once.

@@ -30,7 +30,7 @@ def refuse_command(error: Exception) -> int:
     """Report an error in the command line, which all ranks of a job share.
 
     Args:
-        error: With the text to show.
+        error: The error with the text to show.
 
     Returns:
         The exit code of this rank.
@@ -48,8 +48,8 @@ def fail(place: Place, error: Exception, steps_done: int | None = None, hang: st
     torchrun says the same line once more, below its own account of the failure.
 
     Args:
-        place: Of this process.
-        error: With the text to show. One that all know is reported by rank 0.
+        place: Where this process stands: its rank and host.
+        error: The error with the text to show. One that all know is reported by rank 0.
         steps_done: Optimizer steps before the error; None before training began.
         hang: Who waited for whom before it (`doctor.hang`); "" if that is not known.
 
@@ -64,7 +64,7 @@ def fail(place: Place, error: Exception, steps_done: int | None = None, hang: st
         line = f"error: {when}{text_of(error)}"
         # the restarts of a job meet the same error again
         is_told = place.rank == 0 and not attempts.is_said_before(line, place)
-    elif is_lost_peer(error):
+    elif knows_only_lost_peer(error):
         line = f"{who}{when}{bootstrap.lost_peer_message(error, hang)}"
         is_told = place.local_rank < TOLD_BY
     else:
@@ -82,7 +82,7 @@ def interrupted(place: Place, message: str) -> int:
     """Say that Ctrl-C has ended the run.
 
     Args:
-        place: Of this process; rank 0 says it for the job.
+        place: Where this process stands; rank 0 speaks for the job.
         message: How far the run had come.
 
     Returns:
@@ -101,12 +101,12 @@ def is_expected(error: BaseException, is_set_up: bool) -> bool:
     """
     if isinstance(error, OSError | SharedError | DataError):
         return True
-    if is_out_of_memory(error) or is_lost_peer(error):
+    if is_out_of_memory(error) or knows_only_lost_peer(error):
         return True
     return isinstance(error, ValueError) and not is_set_up
 
 
-def is_lost_peer(error: BaseException) -> bool:
+def knows_only_lost_peer(error: BaseException) -> bool:
     """Whether this rank knows no more than that another one is gone, or does not answer.
 
     Args:
@@ -120,7 +120,7 @@ def say(place: Place, message: str) -> None:
     """Print a line to stderr, once for the whole job.
 
     Args:
-        place: Of this process.
+        place: Where this process stands: its rank and host.
         message: The line; one that an agent repeats goes through `fail`.
     """
     if place.rank == 0:

@@ -17,7 +17,6 @@ from labcode.comm.grid import Grid
 from labcode.config import Config, GPTConfig, ViTConfig
 from labcode.data.tokenizer import AnyTokenizer
 from labcode.debug import debug_config
-from labcode.doctor.answers import Answers
 from labcode.doctor.hang import HangWatch
 from labcode.measure.metrics import Log
 from labcode.run import attempts, failure
@@ -99,8 +98,7 @@ def run(
         resolved = replace(resolved, config=attempts.resumed_config(config, place))
         folder = RunFolder(resolved.config)
         ready = set_up(resolved, world, folder, signals, watch, opened)
-        with Answers(ready.out, lambda: ready.training.steps_done):
-            _train(ready, folder)
+        _train(ready, folder)
     except (Exception, KeyboardInterrupt) as error:
         _leave(ready, folder, ctrl_c, opened)
         code = _code_after(error, place, ready, ctrl_c, watch)
@@ -122,7 +120,7 @@ def _resolve(config: Config, place: Place) -> Resolved:
 
     Args:
         config: The run.
-        place: Of this process.
+        place: Where this process stands: its rank and host.
 
     Raises:
         RefusedError: It cannot be, as every rank finds.
@@ -138,7 +136,7 @@ class Ready(NamedTuple):
 
     Args:
         training: What it trains with.
-        observers: Who looks on.
+        observers: The observers of the run.
         out: The folder of the run.
     """
 
@@ -169,14 +167,14 @@ def set_up(
     Args:
         resolved: The run.
         world: This process.
-        folder: Of the run.
+        folder: Folder of the run.
         signals: What asks a run to stop.
         watch: Speaks when nothing moves.
         opened: Closes what is opened here.
 
     Raises:
-        ValueError, OSError, MemoryError: On the rank that found something.
-        PeerError: On the others.
+        ValueError, OSError, MemoryError: Raised on the rank that found something.
+        PeerError: Raised on the other ranks.
     """
     config = resolved.config
     # Without checkpoints a signal ends the process, as it ends any other.
@@ -236,8 +234,8 @@ def _check_start(
 
     Args:
         config: The run.
-        model: Its model, with or without the sizes that come from the data.
-        tokenizer: That of its text, once that is known; None before.
+        model: Config of the model, with or without the sizes that come from the data.
+        tokenizer: Tokenizer of the text, once that is known; None before.
 
     Raises:
         ValueError: They are of another model.
@@ -253,7 +251,7 @@ def _check_memory(resolved: Resolved, world: World, task: Task) -> None:
     Args:
         resolved: The run.
         world: This process.
-        task: Its model, with every size, and its data.
+        task: The model, with every size, and the data.
 
     Raises:
         ValueError: It cannot.
@@ -269,8 +267,8 @@ def _claim(folder: RunFolder, place: Place) -> Path:
     attempt sees another run.
 
     Args:
-        folder: Of the run.
-        place: Of this process.
+        folder: Folder of the run.
+        place: Where this process stands: its rank and host.
     """
     out = folder.claim()
     attempts.note_folder(out, place)
@@ -284,10 +282,10 @@ def _open_observers(
     signals: StopSignals | None = None,
     watch: HangWatch | None = None,
 ) -> tuple[Log, list[Observer]]:
-    """The log of a run and who looks on at it.
+    """The log of a run and its other observers.
 
     Args:
-        training: As `build` makes it.
+        training: The training as `build` makes it.
         opened: Closes them; what is open when the next one fails is closed too.
         out: The folder of the run; None writes nothing.
         signals: What asks the run to stop; None: it listens while it trains.
@@ -306,7 +304,7 @@ def _train(ready: Ready, folder: RunFolder) -> None:
 
     Args:
         ready: The run before its first step.
-        folder: Of the run; from here on what is written there stays.
+        folder: Folder of the run; from here on what is written there stays.
     """
     training = ready.training
     world = training.world
@@ -325,10 +323,10 @@ def _train(ready: Ready, folder: RunFolder) -> None:
 
 
 def train(training: Training, out: Path | None = None) -> list[dict[str, float]]:
-    """Train to the end, with all that looks on at a run, and close it; for labs and tests.
+    """Train to the end, with all observers of a run, and close it; for labs and tests.
 
     Args:
-        training: As `build` makes it.
+        training: The training as `build` makes it.
         out: An existing folder; None writes nothing.
 
     Returns:
@@ -348,7 +346,7 @@ def _leave(
 
     Args:
         ready: The run, if it was set up.
-        folder: Of the run; None: it failed before that was known.
+        folder: Folder of the run; None: it failed before that was known.
         ctrl_c: A second Ctrl-C must not break off what is put back.
         opened: What is to be closed.
     """
@@ -377,7 +375,7 @@ def _code_after(
 
     Args:
         error: What was raised.
-        place: Of this process.
+        place: Where this process stands: its rank and host.
         ready: The run, if it was set up.
         ctrl_c: Whether it was heard.
         watch: Knows who waited for whom; None: the ranks had not met.
@@ -385,7 +383,7 @@ def _code_after(
     Returns:
         The exit code of this rank; None for a bug, whose traceback is wanted.
     """
-    is_lost_peer = failure.is_lost_peer(error)
+    is_lost_peer = failure.knows_only_lost_peer(error)
     was_broken_off = caused_by_ctrl_c(error)
     if was_broken_off or ctrl_c.heard:
         if not was_broken_off and not is_lost_peer:
@@ -408,7 +406,7 @@ def _others_were_interrupted(place: Place, ctrl_c: CtrlC) -> bool:
     or another one alone has got it, and has left word.
 
     Args:
-        place: Of this process.
+        place: Where this process stands: its rank and host.
         ctrl_c: Whether it was heard here.
     """
     # else the store may be gone with the rank that hosts it
@@ -452,12 +450,12 @@ def _folder_that_all_see(config: Config, folder: RunFolder, choose: Callable[[],
 
     Args:
         config: The run.
-        folder: Of the run.
-        choose: Its `look` or its `claim`, on rank 0.
+        folder: Folder of the run.
+        choose: The folder's `look` or its `claim`, on rank 0.
 
     Raises:
-        ValueError, OSError: On rank 0, from `choose`; or on a rank that does not see it.
-        PeerError: On the others.
+        ValueError, OSError: Raised on rank 0 by `choose`, or on one that sees no folder.
+        PeerError: Raised on the other ranks.
     """
 
     def chosen() -> tuple[Path, str, str]:
@@ -475,7 +473,7 @@ def _check_that_this_rank_sees(out: Path, mark: str, host: str) -> None:
     Args:
         out: The folder.
         mark: What rank 0 has written there.
-        host: Where rank 0 runs.
+        host: Host that rank 0 runs on.
 
     Raises:
         ValueError: It is not there.
@@ -501,7 +499,7 @@ def _make_task_once_per_node(config: Config, world: World) -> Task:
 
     Raises:
         ValueError, OSError: The data cannot be read or does not fit, on the rank that found it.
-        PeerError: On the others.
+        PeerError: Raised on the other ranks.
     """
     # Two agreements on all ranks: one when the files are there, one when all have read them. Ranks
     # that prepare the same files at once would each do the work of minutes.

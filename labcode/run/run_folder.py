@@ -38,7 +38,7 @@ class RunFolder:
     Every rank has one; the methods are for rank 0 alone, and `close` does nothing elsewhere.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
     """
 
     def __init__(self, config: Config) -> None:
@@ -180,7 +180,7 @@ class RunFolder:
         other for a failure.
 
         Args:
-            line: By what, and how it resumes.
+            line: What stopped it, and how it resumes.
 
         Raises:
             OSError: It cannot be written.
@@ -287,8 +287,8 @@ def write_config(config: Config, out: Path) -> None:
     """Write `config.json`, which also marks the folder as that of a run.
 
     Args:
-        config: Of the run.
-        out: Its folder.
+        config: Config of the run.
+        out: Folder of the run.
     """
     text = json.dumps(dataclasses.asdict(config), indent=2)
     write_atomically(out / CONFIG_NAME, text.encode())

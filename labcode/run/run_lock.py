@@ -30,7 +30,7 @@ class RunLock:
         """Wait until nobody else holds the folder.
 
         Args:
-            wait_s: For how long; None: `WAIT_S`.
+            wait_s: Seconds to wait for it; None: `WAIT_S`.
 
         Raises:
             ValueError: Somebody else holds it.

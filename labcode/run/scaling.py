@@ -32,8 +32,8 @@ class Run:
     """One run of a comparison.
 
     Args:
-        folder: Of the run.
-        row: Its batch, rate, losses and the seconds of a step.
+        folder: Folder of the run.
+        row: Batch, rate, losses and seconds of a step of the run.
         samples_per_s: Median over the rows of metrics, without the first, in which all warms up.
     """
 
@@ -110,8 +110,8 @@ def table(runs: Sequence[Run], loss: float | None = None) -> list[str]:
     two columns are the time to a loss that all have reached, and what it costs.
 
     Args:
-        runs: At least one, all of one recipe.
-        loss: To compare times at; None is the lowest that all have reached.
+        runs: Runs of one recipe, at least one.
+        loss: Loss to compare times at; None is the lowest that all have reached.
 
     Raises:
         ValueError: Runs of more than one recipe.

@@ -239,7 +239,7 @@ class Table:
     """The rows of a folder, each in the file as soon as it is there.
 
     Args:
-        folder: With `results.jsonl`, or without.
+        folder: Folder with `results.jsonl`, or without.
 
     Raises:
         ValueError: That file holds something else.
@@ -281,7 +281,7 @@ class _Working:
 def _do(
     missing: Sequence[Planned], table: Table, at_once: int, limit_s: float | None, bar: tqdm
 ) -> None:
-    """Do some runs, so many at a time, and add their rows; at an error none is left at work."""
+    """Do some runs, a few at a time, and add their rows; after an error none is left at work."""
     waiting = list(missing)
     working: list[_Working] = []
     start = _starter(table, max(1, len(usable_cores()) // at_once))

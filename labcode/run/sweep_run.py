@@ -39,8 +39,8 @@ def run(
         config: The run.
         named: What the row says of it beforehand.
         target: Validation loss at which it ends; None: it does all its steps.
-        path: Of the file for the row.
-        threads: Of this process on the CPU.
+        path: Path of the file for the row.
+        threads: Number of threads of this process on the CPU.
         starter: Number of the process of the sweep, with which this one ends.
     """
     processes.end_with_parents(starter)

@@ -27,15 +27,15 @@ class Row:
 
     Args:
         run: Number of its config: the same config has the same, any other has another.
-        recipe: Its name.
+        recipe: Name of the recipe.
         batch: Samples per optimizer step.
         lr: Learning rate as it was asked for, before any `optim.lr_rule`.
-        seed: Of the initial weights and the order of the data.
+        seed: Seed of the initial weights and the order of the data.
         status: "done", "diverged" or "failed".
         reason: Why it is not "done", in one line.
         steps: Optimizer steps that it did.
         loss: Training loss, mean of the last tenth of the logged ones; None if there is none.
-        val_loss: At the end; None if it was not reached.
+        val_loss: Validation loss at the end; None if the end was not reached.
         step_s: Seconds per optimizer step, mean.
         devices: GPUs, or processes on CPU cores, that it took.
         at_once: Runs that shared the machine; their `step_s` are longer for it.
@@ -169,7 +169,7 @@ def to_loss(rows: Sequence[Row], target: float, *, of: str = "val_losses") -> li
     rate that does is left out.
 
     Args:
-        rows: Of one sweep.
+        rows: Rows of one sweep.
         target: The loss.
         of: "val_losses", or "losses" of training.
 
@@ -203,7 +203,7 @@ def good_rates(
     The best rate of a grid says more than a sweep knows: its neighbour is often nearly as good.
 
     Args:
-        rows: Of one sweep; a rate counts where all of its seeds reach the loss.
+        rows: Rows of one sweep; a rate counts where all of its seeds reach the loss.
         target: The loss.
         slack: Times the fewest steps of the batch, means over the seeds.
         of: "val_losses", or "losses" of training.
@@ -265,7 +265,7 @@ def fit_tradeoff(batches: Sequence[float], steps: Sequence[float]) -> Tradeoff:
 
     Args:
         batches: Samples per step, of at least two sizes.
-        steps: To the same loss.
+        steps: Steps to the same loss.
 
     Raises:
         ValueError: Fewer than two sizes of batch.
@@ -357,8 +357,8 @@ def row_of_history(
 
     Args:
         named: Fields that the metrics do not hold: `run`, `recipe`, `batch` and so on.
-        history: As `Trainer.history`.
-        steps: Done.
+        history: The history as `Trainer.history` has it.
+        steps: Number of steps done.
     """
     losses = []
     val_losses = []

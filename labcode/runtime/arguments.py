@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As argparse's, but what it does not know is a mistake, whatever else is missing."""
+        """Like argparse's, but what it does not know is a mistake, whatever else is missing."""
         words = sys.argv[1:] if args is None else args
         # what stands behind a command is the command's
         own = words if self._subparsers is None else itertools.takewhile(_is_option, words)
@@ -102,8 +102,8 @@ def check_no_command(word: str, commands: Iterable[str], program: str) -> None:
     """Raises UsageError for a command that was written as an option.
 
     Args:
-        word: As it was typed: "--plan".
-        commands: Those of the program.
+        word: The word as it was typed: "--plan".
+        commands: Commands of the program.
         program: How it is called.
     """
     name = word.lstrip("-")
@@ -158,5 +158,5 @@ def _is_option(word: str) -> bool:
 
 
 def _long(names: str) -> str:
-    """Of "-n/--number" the long one."""
+    """The long name in "-n/--number"."""
     return names.rpartition("/")[2]

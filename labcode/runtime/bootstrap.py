@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -290,30 +289,9 @@ def _patience(place: Place, env: Mapping[str, str]) -> Patience:
     return Patience(place, float(chosen), hopeless_s=float(chosen))
 
 
-def job_id(env: Mapping[str, str] | None = None) -> str:
-    """The number of the SLURM job that this process belongs to; "" outside a job.
-
-    Args:
-        env: The environment variables; None is the process's own environment.
-    """
-    if env is None:
-        env = os.environ
-    return env.get("SLURM_JOB_ID", "")
-
-
-def place_of_process(pid: int) -> Place | None:
-    """Where another process of this user stands among its peers.
-
-    None if it is not one rank of several, or may not be inspected.
-
-    Args:
-        pid: Its number on this machine.
-    """
-    try:
-        place = read_environment(psutil.Process(pid).environ())
-    except (psutil.Error, OSError, ValueError):
-        return None
-    return None if place.address is None else place
+def job_id() -> str:
+    """The number of the SLURM job that this process belongs to; "" outside a job."""
+    return os.environ.get("SLURM_JOB_ID", "")
 
 
 # ---- which device, which backend

@@ -84,14 +84,13 @@ def problems(config: Config, shape: GridShape) -> Iterator[str]:
 
     Args:
         config: The run.
-        shape: Its grid.
+        shape: Grid of the ranks.
     """
     for feature in (
         compilation,
         cuda_graphs,
         layerwise_optimizer,
         noise_scale,
-        powersgd,
         local_steps,
         experts,
         probe,
@@ -203,39 +202,6 @@ def noise_scale(config: Config, shape: GridShape) -> Iterator[str]:
         )
 
 
-def powersgd(config: Config, shape: GridShape) -> Iterator[str]:
-    """train.powersgd_rank"""
-    train = config.train
-    parallel = config.parallel
-    asked = f"train.powersgd_rank={train.powersgd_rank}"
-    hook = "it is a hook of PyTorch's DDP"
-    if not train.powersgd_rank:
-        return
-    if parallel.data_parallel != "ddp":
-        yield (
-            f"{asked} with parallel.data_parallel={parallel.data_parallel}: {hook}, use "
-            "--parallel.data_parallel ddp"
-        )
-    if parallel.zero_stage > 0:
-        yield (
-            f"{asked} with parallel.zero_stage={parallel.zero_stage}: {hook}, and there is none "
-            "under ZeRO, set it to 0"
-        )
-    if shape.size("pp", "cp", "tp") > 1:
-        yield (
-            f"{asked} with pp {shape.pp}, cp {shape.cp}, tp {shape.tp}: it averages whole "
-            "gradients over the ranks of dp, use dp alone"
-        )
-    if train.reduce_dtype != "float32":
-        yield f"{asked} with train.reduce_dtype={train.reduce_dtype}: choose one of them"
-    if train.dtype == "float16" or train.on_bad_step != "stop":
-        yield (
-            f"{asked} with train.dtype={train.dtype} and train.on_bad_step={train.on_bad_step}: "
-            "after a step that is left out its memory of errors would be left as it is, use "
-            "another dtype and --train.on_bad_step stop"
-        )
-
-
 def local_steps(config: Config, shape: GridShape) -> Iterator[str]:
     """local.steps"""
     train = config.train
@@ -269,10 +235,10 @@ def local_steps(config: Config, shape: GridShape) -> Iterator[str]:
             f"{asked} with train.dtype=float16: each copy would scale its loss by itself, use "
             "bfloat16 or float32"
         )
-    if train.reduce_dtype != "float32" or train.powersgd_rank > 0:
+    if train.reduce_dtype != "float32":
         yield (
-            f"{asked} with train.reduce_dtype={train.reduce_dtype} and "
-            f"train.powersgd_rank={train.powersgd_rank}: no gradients travel, use float32 and 0"
+            f"{asked} with train.reduce_dtype={train.reduce_dtype}: no gradients travel, use "
+            "float32"
         )
     if parallel.data_parallel != "ddp":
         yield (
@@ -325,11 +291,6 @@ def experts(config: Config, shape: GridShape) -> Iterator[str]:
             f"{divided} with train.noise_scale: the gradient of an expert comes from the "
             "micro-batches of several ranks, use ep 1"
         )
-    if train.powersgd_rank:
-        yield (
-            f"{divided} with train.powersgd_rank={train.powersgd_rank}: it is a hook of PyTorch's "
-            "DDP, which has one group for all weights, use ep 1"
-        )
 
 
 def probe(config: Config, _shape: GridShape) -> Iterator[str]:
@@ -343,12 +304,8 @@ def probe(config: Config, _shape: GridShape) -> Iterator[str]:
             f"train.cuda_graphs={train.cuda_graphs}: nobody sees the tensors inside of what is "
             "compiled or recorded, use none and false"
         )
-    if train.noise_scale or train.powersgd_rank > 0:
-        yield (
-            f"debug.probe with train.noise_scale={train.noise_scale} and "
-            f"train.powersgd_rank={train.powersgd_rank}: a step that runs twice counts twice "
-            "there, use false and 0"
-        )
+    if train.noise_scale:
+        yield "debug.probe with train.noise_scale: a step that runs twice counts twice there"
     if config.local.steps > 0:
         yield (
             f"debug.probe with local.steps={config.local.steps}: the ranks do not see the same bad "

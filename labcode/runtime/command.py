@@ -94,7 +94,7 @@ def read_changes(config: object, words: Sequence[str]) -> dict[str, object]:
 
     Args:
         config: A dataclass, whose fields may be dataclasses.
-        words: Of the command line.
+        words: Arguments of the command line.
 
     Raises:
         UsageError: An unknown field, or a word that is no value of it.

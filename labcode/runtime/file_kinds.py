@@ -91,8 +91,8 @@ class Kind(NamedTuple):
     """What a file is.
 
     Args:
-        name: For programs, as "npy".
-        words: For people, as "a numpy array (.npy)".
+        name: Name for programs, such as "npy".
+        words: Words for people, such as "a numpy array (.npy)".
     """
 
     name: str
@@ -102,8 +102,8 @@ class Kind(NamedTuple):
         """One line: the file is this, and not what was expected.
 
         Args:
-            path: Of the file.
-            expected: As "a text".
+            path: Path of the file.
+            expected: What it should have been, such as "a text".
             remedies: {name: what to do}, where the reader knows more than this module.
         """
         found = (remedies or {}).get(self.name) or REMEDIES.get(self.name)
@@ -134,7 +134,7 @@ def kind_of_bytes(head: bytes, path: Path, size: int, tail: bytes = b"") -> Kind
 
     Args:
         head: The first `LOOK_BYTES` of them, or all.
-        path: Of the file, for its suffix.
+        path: Path of the file, for its suffix.
         size: How many there are.
         tail: The last ones.
     """

@@ -1,7 +1,6 @@
 """Files that exist whole or not at all, and text for a pipe whose reader may have left."""
 
 import contextlib
-import fcntl
 import os
 import re
 import sys
@@ -79,15 +78,3 @@ def remove_unfinished(folder: Path) -> None:
 def written_at(path: Path) -> float:
     """When a file was written last, in seconds: the key by which files are sorted by age."""
     return path.stat().st_mtime
-
-
-def is_held(folder: Path) -> bool:
-    """Whether a process trains into a folder: the kernel frees the lock of one that is gone."""
-    try:
-        with open(folder / LOCK_NAME, encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True  # held; or a network disk that knows no locks: the file is removed at the end
-    return False

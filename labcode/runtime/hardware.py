@@ -110,8 +110,8 @@ def mfu(flops_per_s: float, device_name: str, dtype: str) -> float | None:
 
     Args:
         flops_per_s: Model FLOPs per second on one device.
-        device_name: As the driver reports it.
-        dtype: Of the matrix products, such as "bfloat16".
+        device_name: Name as the driver reports it.
+        dtype: Dtype of the matrix products, such as "bfloat16".
 
     Returns:
         A fraction of the peak, or None for an unknown device or dtype.

@@ -142,7 +142,7 @@ def _check(module: str, nproc: int, timeout_s: float, restarts: int) -> None:
         raise ValueError(f"nproc={nproc}: launch at least 1 rank")
     if nproc > MAX_NPROC:
         raise ValueError(f"nproc={nproc}: launch at most {MAX_NPROC} ranks on one machine")
-    # not "<= 0", which nan is not either; and no thread can wait for ever
+    # not "<= 0", which nan is not either; and no thread can wait forever
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= threading.TIMEOUT_MAX:
         raise ValueError(f"timeout_s={timeout_s!r}: it is a time in seconds, above 0, such as 600")
     if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:

@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -46,7 +47,7 @@ class _Labelled(io.RawIOBase):
             *lines, self.rest = (self.rest + bytes(data)).split(b"\n")
             text = b""
             for line in lines:
-                # Of a progress bar that was redrawn in place the last state.
+                # A progress bar is redrawn in place: only its last state is passed on.
                 last_state = line.rstrip(b"\r").rpartition(b"\r")[2]
                 text += self.label + last_state + b"\n"
             if text:
@@ -93,8 +94,8 @@ def main(launcher: str, folder: str, rank: str, module: str, *args: str) -> None
     An error that ends it is noted and not printed: the launcher shows the first one, not n of them.
     """
     ending = processes.Ending()
-    out = _Labelled(_relay(rank), rank)
-    stream = io.TextIOWrapper(out, encoding="utf-8", errors="replace", write_through=True)  # pyright: ignore[reportArgumentType]
+    out: Any = _Labelled(_relay(rank), rank)  # it writes and flushes, which is all that is asked
+    stream = io.TextIOWrapper(out, encoding="utf-8", errors="replace", write_through=True)
     sys.stdout = stream
     sys.stderr = stream
     # A closed notebook must not go on training. torchrun's main thread has started this process.

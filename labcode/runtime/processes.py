@@ -80,7 +80,7 @@ class Ending:
         if self._code is None:
             return
         for stream in (*_open_files(), sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
+            with contextlib.suppress(OSError, ValueError):  # its reader has gone
                 stream.flush()
         os._exit(self._code)
 

@@ -54,7 +54,7 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 def _most_alike(word: str, names: list[str]) -> str | None:
     """The name that looks most like `word`; None if none is similar.
 
-    Of a dotted name the last part counts first: whoever types "lr" or "train.lr" means "optim.lr".
+    Of a dotted name the last part counts first: who types "lr" or "train.lr" means "optim.lr".
     """
     last = _last_part(word)
     same = _same_last_part(word, names)
@@ -142,7 +142,7 @@ def run_near(path: Path) -> str:
     Looked for in the folder itself, beside it, and where runs of the course lie.
 
     Args:
-        path: As it was given.
+        path: The path as it was given.
     """
     places = [path, path.parent, *map(Path, RUN_FOLDERS)]
     configs: dict[Path, Path] = {}  # one path to each, as short as it was given

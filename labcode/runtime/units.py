@@ -41,7 +41,9 @@ def plural(number: int, name: str) -> str:
 
     Held by: tests/unit/test_units.py
     """
-    ending = "" if number == 1 else "es" if name.endswith("ch") else "s"
+    if number == 1:
+        return f"{number} {name}"
+    ending = "es" if name.endswith("ch") else "s"
     return f"{number} {name}{ending}"
 
 

@@ -42,11 +42,12 @@ class Call:
     """One collective on one rank.
 
     Args:
-        operation: Its name in torch, such as "all_reduce".
-        number: Of the collectives of its group, counted from 1: ranks meet in equal numbers.
+        operation: Name in torch, such as "all_reduce".
+        number: Number among the collectives of its group, counted from 1: ranks meet in equal
+            numbers.
         sizes: Shape of each tensor that goes in.
         ranks: Global ranks of its group.
-        created_s: When it was called, in seconds since 1970.
+        created_s: Time of the call, in seconds since 1970.
     """
 
     operation: str
@@ -66,12 +67,12 @@ class Standing:
     """Where one rank stands.
 
     Args:
-        rank: Its global rank.
+        rank: Global rank.
         step: Optimizer steps that it has done.
         place: What its main thread runs: "read (labcode/data/weather.py, line 88)".
         waits_in: The oldest collective that it has called and that is not done; None: it waits in
             none that torch records.
-        recent: Its last calls in each group that it has used, oldest first.
+        recent: The rank's last calls in each group that it has used, oldest first.
     """
 
     rank: int
@@ -93,7 +94,7 @@ class Standing:
         return None
 
     def to_json(self) -> str:
-        """As text, for the store through which the ranks tell each other."""
+        """The standing as JSON text, for the store through which the ranks tell each other."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -126,7 +127,7 @@ def describe(
     """Who waits for whom, in one line: first those for whom the others wait.
 
     Args:
-        standings: Of the ranks that have answered.
+        standings: Standings of the ranks that have answered.
         world_size: Number of ranks.
         silence: What the others do, of one rank and of several, and why.
     """

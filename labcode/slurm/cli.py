@@ -63,7 +63,7 @@ class Options:
     array: str | None = None  # such as 0-3
     dependency: str | None = None  # such as afterok:123
     nccl_debug: str | None = None  # INFO: the log shows who talks to whom over what
-    signal_s: int | None = None  # checkpoint so many seconds before the time limit
+    signal_s: int | None = None  # checkpoint this many seconds before the time limit
     max_attempts: int | None = None  # how often it may run if it is requeued; without it the site's
     max_restarts: int = 0  # how often torchrun may start the ranks again after one has died
     output: str | None = None  # render: write the script there

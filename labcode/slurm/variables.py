@@ -29,8 +29,8 @@ class Where:
     """Where the variables are set; what is not known is None, and no rule that asks it speaks.
 
     Args:
-        nodes: Of the job.
-        cores: That a task may use.
+        nodes: Number of nodes of the job.
+        cores: Cores that a task may use.
         interfaces: Names of the network interfaces.
         infiniband: Names of the InfiniBand or RoCE cards; empty: there is none.
         host: Name of this machine.
@@ -58,7 +58,7 @@ class Rule:
         when: {variable: expression for the whole of its value, whatever the case}; all must match.
         means: What follows, with {NAME} for a value and {found} for what `test` returned.
         cure: What to do.
-        source: Where that is said.
+        source: Source of the rule.
         unless: {variable: expression}: silent if one of them matches.
         nodes: The least number of nodes for which it is true; 0: for any, also where that is
             unknown.
@@ -87,8 +87,8 @@ class Meaning:
         names: The variables.
         text: "NAME=value: what follows".
         cure: What to do.
-        is_wrong: As in the rule.
-        source: Of the rule.
+        is_wrong: Whether the value is wrong, as in the rule.
+        source: Source of the rule.
     """
 
     names: tuple[str, ...]
@@ -174,6 +174,14 @@ def _has_infiniband(env: Env, where: Where) -> str | None:
 
 def _may_have_infiniband(env: Env, where: Where) -> str | None:
     return "" if where.infiniband is None else None
+
+
+def _may_have_interface(env: Env, where: Where) -> str | None:
+    return "" if where.interfaces is None else None
+
+
+def _has_no_thread_count(env: Env, where: Where) -> str | None:
+    return None if _first_number(env["OMP_NUM_THREADS"]) else ""
 
 
 def _first_number(value: str) -> int:
@@ -355,7 +363,7 @@ RULES: tuple[Rule, ...] = (
         cure="give whole names, separated by commas",
         source="PyTorch: ProcessGroupGloo, GLOO_SOCKET_IFNAME",
         unless={"GLOO_SOCKET_IFNAME": "="},
-        test=lambda env, where: "" if where.interfaces is None else None,
+        test=_may_have_interface,
         is_wrong=True,
     ),
     Rule(
@@ -627,7 +635,7 @@ RULES: tuple[Rule, ...] = (
         means="that is no number of threads",
         cure="set it to 1 or more, or unset it",
         source="OpenMP 5.2, OMP_NUM_THREADS",
-        test=lambda env, where: None if _first_number(env["OMP_NUM_THREADS"]) else "",
+        test=_has_no_thread_count,
         is_wrong=True,
     ),
     Rule(

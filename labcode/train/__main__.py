@@ -74,7 +74,7 @@ def _check_for_one_process(config: Config, args: Sequence[str]) -> None:
 
     Args:
         config: The run.
-        args: Of the command line that asks for it.
+        args: Arguments of the command that asks for it.
     """
     parallel = config.parallel
     needed = parallel.replica.world_size * (parallel.dp or parallel.ep)

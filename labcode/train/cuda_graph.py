@@ -48,7 +48,7 @@ class GraphedStep:
         self._grads: dict[str, torch.Tensor] = {}
 
     def forward_backward(self, batches: Sequence[Batch], loss_scale: float) -> torch.Tensor:
-        """As `ParallelModel.forward_backward`.
+        """Forward and backward, as `ParallelModel.forward_backward` does them.
 
         Raises:
             ValueError: Shapes that are not those of the first call.

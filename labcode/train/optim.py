@@ -48,7 +48,7 @@ def make_optimizer(
     """
     if config.name != "adamw":
         return _make_layerwise(params, config)
-    # Told apart by dims, not by name: biases and norms are vectors in every model. ZeRO's rows of a
+    # Chosen by dims, not by name: biases and norms are vectors in every model. ZeRO's rows of a
     # matrix still have two dims, and those of a vector have one.
     trained = [param for param in params if param.requires_grad]
     matrices = [param for param in trained if param.dim() >= 2]

@@ -156,7 +156,7 @@ def stands(path: str, digest: str, after: dict[str, str]) -> bool:
     """Whether a file is as it was, in its place or in that of a run that was overwritten.
 
     Args:
-        path: Of the file, RUN/NAME.
+        path: Path of the file, RUN/NAME.
         digest: What it was.
         after: `contents` of the folder now.
     """

@@ -22,12 +22,12 @@ def append(path: Path) -> None:
 
 
 def fill(byte: bytes, path: Path) -> None:
-    """The same byte everywhere, as after a crash of some file systems."""
+    """Write the same byte everywhere, as after a crash of some file systems."""
     path.write_bytes(byte * path.stat().st_size)
 
 
 def noise(seed: float, path: Path) -> None:
-    """As many random bytes."""
+    """Write as many random bytes."""
     path.write_bytes(random.Random(seed).randbytes(path.stat().st_size))
 
 

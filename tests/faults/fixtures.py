@@ -153,7 +153,7 @@ def compare_with_whole(room: Room, run: Path, ranks: int, *, after_step: int = 0
     """Flag a run of the same settings that is not bit for bit the whole one.
 
     Args:
-        room: Of the case.
+        room: Folder of the case.
         run: The folder of the run.
         ranks: How many it has.
         after_step: Losses up to here are not compared.

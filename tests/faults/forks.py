@@ -52,7 +52,7 @@ PRELOADED = (
     "psutil",
     __name__,
 )
-# Of a parent that is itself a rank, or runs under SLURM: a rank here gets its own.
+# Variables of a parent that is itself a rank, or runs under SLURM: a rank here gets its own.
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM")
 LEAVING_S = 60.0  # how long what a rank has started may need to end after it, on a busy machine
 TIMEOUT_S = 240.0  # of a training that hangs; not for a busy machine, where it takes a tenth of it
@@ -206,7 +206,7 @@ def train(
     """`python -m labcode.train ARGS` on some ranks, until all have ended.
 
     Args:
-        args: Of the command line, the recipe first.
+        args: Arguments of the command line, the recipe first.
         cwd: The folder in which they run.
         ranks: How many.
         env: Environment variables to set, or to unset where the value is None; of all ranks, or
@@ -229,7 +229,7 @@ def start(
     timeout_s: float = TIMEOUT_S,
     patch: Patch | None = None,
 ) -> Running:
-    """As `train`, but return at once."""
+    """Like `train`, but return at once."""
     folder = Path(tempfile.mkdtemp(prefix="labcode-forks-"))
     common = _clean_environment()
     if ranks > 1:

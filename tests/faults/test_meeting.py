@@ -28,7 +28,7 @@ def connect(patience_s=30.0, say_after_s=60.0, late_s=(), after_rank_0=False):
     Args:
         patience_s: How long to wait for the others.
         say_after_s: When to say for the first time who is missing; that goes to stdout, too.
-        late_s: Of each rank: how long it sleeps before it begins to look.
+        late_s: Seconds that each rank sleeps before it begins to look.
         after_rank_0: The other ranks begin to look when rank 0 has opened the port.
     """
     meeting.SAY_AFTER_S = say_after_s
@@ -65,7 +65,7 @@ def listens(address):
 
 
 def meet_only(**chosen):
-    """As `connect`, with the errors that the training would print."""
+    """Like `connect`, with the errors that the training would print."""
     from labcode.run.failure import fail
 
     try:

@@ -78,7 +78,7 @@ def play_all(
 
     Args:
         name: The category.
-        seed: Of its cases.
+        seed: Seed of its cases.
         numbers: Which of them; None is all.
         parallel: How many at a time.
         report: Called with each result as it comes.

@@ -68,7 +68,7 @@ def judge(category: str, number: int, room: Room, before: dict[str, str]) -> Res
 
     Args:
         category: Its name.
-        number: Of the case in its category.
+        number: Number of the case in its category.
         room: Where it was played.
         before: `contents` of its folder before.
     """

@@ -1,4 +1,4 @@
-"""The same commands on a GPU: NCCL and bfloat16 without a change.
+"""The same commands run on a GPU: NCCL and bfloat16 without a change.
 
 Several ranks on one GPU speak over gloo.
 """

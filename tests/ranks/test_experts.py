@@ -22,7 +22,7 @@ LOADS = ("as it comes", "one expert has none", "one expert has all")
 
 
 def made(load="as it comes", **options):
-    """The same layer everywhere."""
+    """A layer that is the same everywhere."""
     torch.manual_seed(5)
     options = {"top_k": 2, "balance": 0.05, "z_loss": 0.01, "bias_rate": 0.1} | options
     top_k = options.pop("top_k")

@@ -58,7 +58,7 @@ def test_workers_change_nothing_and_a_run_resumes_with_another_number_of_them(tm
 
 
 def to_group(running, number):
-    """As a terminal or SLURM sends it: to all processes."""
+    """Send the signal as a terminal or SLURM does: to all processes."""
     os.killpg(running.pids[0], number)
 
 

@@ -84,7 +84,7 @@ def diloco(rank, lr, momentum):
 
 
 def by_hand(lr, momentum):
-    """The same with both copies in one process, Nesterov's step written out."""
+    """The training with both copies in one process, Nesterov's step written out."""
     copies = [new_model(), new_model()]
     inner = [torch.optim.AdamW(copy.parameters(), lr=0.01) for copy in copies]
     common = weights_of(copies[0])

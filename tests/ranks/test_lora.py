@@ -98,3 +98,63 @@ def test_the_whole_matrix_of_an_adapter_is_partial_and_the_other_one_is_cut(rank
     trained = [name for name, (_, _, trains) in found.items() if trains]
     assert len(trained) == 2 * 4 * 2
     assert all(".lora_" in name for name in trained)
+
+
+def narrow_and_wide(config):
+    """With the frozen weights in 16 bits and in 32: (losses and norms, weights, their bytes)."""
+    from unittest import mock
+
+    import torch.distributed as dist
+    from trained import built
+
+    from labcode.run import run
+    from labcode.train import build
+
+    found = []
+    own_choice = build._base_dtype
+    for choose in (own_choice, mock.Mock(return_value=None)):
+        with mock.patch.object(build, "_base_dtype", choose):
+            training = built(config)
+        rows = [(row["loss"], row["grad_norm"]) for row in run.train(training) if "loss" in row]
+        wholes = {name: tensor.clone() for name, tensor in training.model.full_state_dict()}
+        num_bytes = {}
+        for name, param in training.model.weights.items():
+            num_bytes[name] = param.nbytes
+        found.append((rows, wholes, num_bytes))
+        dist.barrier()
+    return found
+
+
+BFLOAT16 = {"train.dtype": "bfloat16", "lora.rank": 2}
+NARROW_LAYOUTS = [
+    ((2, 1, 1, 1), GPT, THEIRS),
+    ((2, 1, 1, 1), GPT, {**OURS, "parallel.zero_stage": 2}),
+    ((2, 1, 1, 1), LLAMA, {**OURS, "parallel.zero_stage": 3}),
+    ((2, 1, 1, 1), LLAMA, {**THEIRS, "parallel.zero_stage": 3}),
+    ((1, 1, 1, 2), GPT, {}),
+    ((1, 1, 1, 2), LLAMA, SEQUENCE),
+    ((1, 2, 1, 1), LLAMA, ACCUMULATED),
+]
+
+
+@pytest.mark.parametrize(("grid", "name", "extra"), NARROW_LAYOUTS, ids=name_of)
+def test_frozen_weights_take_the_bytes_of_the_products_and_change_no_number(
+    ranks2, grid, name, extra
+):
+    dp, pp, cp, tp = grid
+    config = recipes.with_changes(
+        adapted(name), changes(dp, cp, tp, **({"parallel.pp": pp} | extra))
+    )
+    config = recipes.with_changes(config, BFLOAT16)
+    for narrow, wide in ranks2.run(narrow_and_wide, config):
+        assert narrow[0] == wide[0]
+        for weight, tensor in narrow[1].items():
+            expected = wide[1][weight]
+            num_times = 1
+            if f"{weight.removesuffix('.weight')}.lora_a" in narrow[1]:  # a frozen product
+                expected = expected.bfloat16().float()
+                num_times = 2
+            assert tensor.equal(expected), weight
+            if weight in narrow[2]:
+                assert num_times * narrow[2][weight] == wide[2][weight], weight
+        assert sum(narrow[2].values()) < 0.75 * sum(wide[2].values())

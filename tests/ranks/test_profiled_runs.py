@@ -58,7 +58,7 @@ def late_gradients():
 
 
 def late_gradients_of_ddp():
-    """The same in PyTorch's DDP, whose messages leave while backward runs."""
+    """The late gradients of PyTorch's DDP, whose messages leave while backward runs."""
     from torch.nn.parallel import DistributedDataParallel
 
     original = DistributedDataParallel.forward

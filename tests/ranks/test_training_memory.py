@@ -154,7 +154,7 @@ def test_checkpointing_and_our_data_parallelism_are_predicted_too(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_micro_batch_keeps_narrow_weights(ranks2, dtype):
-    """Of two micro-batches under way both would: a quarter more than is planned."""
+    """Two micro-batches under way would both keep them: a quarter more than is planned."""
     deep = replace(WIDE, num_layers=8)
     measured = ranks2.run(peak_of_a_step, deep, ParallelConfig(pp=2), 2, 4, dtype)
     settings = Settings(

@@ -215,8 +215,12 @@ def test_weights_can_be_gathered_in_half_precision_and_kept_in_full(ranks2):
             torch.testing.assert_close(found[name].double(), value, rtol=0, atol=1e-2, msg=name)
 
 
-def held(rank):
-    """Numbers of weights that are in memory: at rest, in each layer's forward and backward."""
+def held(rank, frozen=False):
+    """Numbers of weights that are in memory: at rest, in each layer's forward and backward.
+
+    Args:
+        frozen: The matrices do not train; the vectors beside them do.
+    """
     import torch.distributed as dist
     from torch import nn
 
@@ -227,36 +231,43 @@ def held(rank):
     class Layers(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(size, size, bias=False) for _ in range(5)])
+            self.layers = nn.ModuleList([nn.Linear(size, size, bias=frozen) for _ in range(5)])
 
         def forward(self, x):
             for layer in self.layers:
                 x = torch.tanh(layer(x))
             return x
 
-    parallel = FullyShardedModule(Layers(), dist.group.WORLD)
+    whole = Layers()
+    for layer in whole.layers:
+        layer.weight.requires_grad_(not frozen)
+    parallel = FullyShardedModule(whole, dist.group.WORLD)
     whole_layer_bytes = 4 * size * size
 
     def whole_layers():
-        stored = [unit._wholes[0].untyped_storage().nbytes() for unit in parallel.units]
+        matrices = [unit for unit in parallel.units if unit.params[0].dim() == 2]
+        stored = [unit._wholes[0].untyped_storage().nbytes() for unit in matrices]
         return sum(stored) / whole_layer_bytes
 
     during = []
     for layer in parallel.module.layers:
         layer.register_forward_hook(lambda *_: during.append(whole_layers()))
-        layer.weight.register_post_accumulate_grad_hook(lambda _: during.append(whole_layers()))
+        trained = layer.bias if frozen else layer.weight
+        trained.register_post_accumulate_grad_hook(lambda _: during.append(whole_layers()))
     at_rest = [whole_layers()]
     parallel(torch.ones(2, size)).sum().backward()
     parallel.finish_gradient_sync()
     at_rest.append(whole_layers())
     reads_nan = bool(parallel.module.layers[0].weight.isnan().all())
-    own_share = sum(shard.numel() for shard in parallel.shards.values()) / (5 * size * size)
+    matrices = [shard for shard in parallel.shards.values() if shard.dim() == 2]
+    own_share = sum(shard.numel() for shard in matrices) / (5 * size * size)
     return at_rest, during, own_share, reads_nan
 
 
-def test_a_rank_holds_its_share_and_one_whole_layer_at_a_time(ranks2, ranks4):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_rank_holds_its_share_and_one_whole_layer_at_a_time(ranks2, ranks4, frozen):
     for pool, share in ((ranks2, 1 / 2), (ranks4, 1 / 4)):
-        for at_rest, during, own_share, reads_nan in pool.run(held):
+        for at_rest, during, own_share, reads_nan in pool.run(held, frozen):
             assert at_rest == [0, 0]
             assert max(during) <= 1
             assert len(during) == 10
@@ -264,8 +275,12 @@ def test_a_rank_holds_its_share_and_one_whole_layer_at_a_time(ranks2, ranks4):
             assert reads_nan
 
 
-def sent(rank, stage):
-    """{kind: bytes} of what one step of stage 0 to 3 starts, without the broadcast before it."""
+def sent(rank, stage, frozen=False):
+    """{kind: bytes} of what one step of stage 0 to 3 starts, without the broadcast before it.
+
+    Args:
+        frozen: The matrices do not train; the biases do.
+    """
     import torch.distributed as dist
     from torch import nn
 
@@ -284,7 +299,10 @@ def sent(rank, stage):
             return x
 
     kinds = {0: DataParallel, 2: ShardedDataParallel, 3: FullyShardedModule}
-    parallel = kinds[stage](Layers(), dist.group.WORLD)
+    layers = Layers()
+    for layer in layers.layers:
+        layer.weight.requires_grad_(not frozen)
+    parallel = kinds[stage](layers, dist.group.WORLD)
     weights = list(parallel.shards.values()) or list(parallel.module.parameters())
     optimizer = torch.optim.SGD(weights, lr=0.1)
     with counted() as calls:
@@ -301,6 +319,13 @@ def test_what_each_stage_sends(ranks2):
     assert ddp == {"all_reduce": (1, num_bytes)}
     assert two == {"reduce_scatter": (1, num_bytes), "all_gather": (1, num_bytes)}
     assert three == {"all_gather": (6, 2 * num_bytes), "reduce_scatter": (3, num_bytes)}
+
+
+def test_no_gradient_of_a_frozen_weight_is_sent(ranks2):
+    num_bytes = 3 * (8 * 8 + 8) * 4
+    bias_bytes = 3 * 8 * 4
+    (three, *_) = ranks2.run(sent, 3, frozen=True)
+    assert three == {"all_gather": (12, 2 * num_bytes), "reduce_scatter": (3, bias_bytes)}
 
 
 def broken_then_whole(rank):

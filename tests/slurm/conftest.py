@@ -53,7 +53,7 @@ def breakable2(cluster2: Cluster) -> Iterator[Cluster]:
 
 
 def _closed_ports(rules: str) -> list[str]:
-    """Of lines such as `1: from all ipproto tcp sport 6818 blackhole` the ports."""
+    """The ports in lines such as `1: from all ipproto tcp sport 6818 blackhole`."""
     ports = []
     for line in rules.splitlines():
         words = line.split()

@@ -36,7 +36,7 @@ class MadeTrace:
         return self.add(name, "cpu_op", start, stop, **args)
 
     def collective(self, name, start, stop):
-        """Of gloo, on a thread of its own."""
+        """A collective of gloo, on a thread of its own."""
         return self.add(name, "user_annotation", start, stop, (HOST, HOST + 81))
 
     def kernel(self, name, launch, start, stop, stream=7):

@@ -541,7 +541,7 @@ def test_the_ground_and_the_planning_side_import_without_torch(house):
 
 
 def missing_tests(text: str) -> list[str]:
-    """As in "Held by: tests/unit/test_x.py::test_y", which may break after the colons."""
+    """Tests named in "Held by: tests/unit/test_x.py::test_y", which may break after the colons."""
     missing = []
     for path, name in NAMED_TEST.findall(text):
         file = ROOT / path

@@ -40,7 +40,7 @@ def lesson_99(monkeypatch):
 
 @pytest.fixture
 def notebook(monkeypatch):
-    """As in a kernel: what is shown, as (text/html, text/plain)."""
+    """A notebook as in a kernel: what is shown, as (text/html, text/plain)."""
     shown = []
 
     def take(data, raw):

@@ -230,7 +230,6 @@ def test_what_other_programs_call_a_field_leads_to_one_that_exists():
         "labcode.doctor nonsense",
         "labcode.run.dry_run --bad-option",
         "labcode.run.dry_run 8 gpt_tiny --bad-option 3",
-        "labcode.run.watch --bad-option",
         "labcode.run.export runs/x",
         "labcode.measure.profile --bad-option",
         "labcode.run.scaling --bad-option",

@@ -363,7 +363,7 @@ def test_the_picture_shows_the_way_that_is_chosen(on_way):
 
 
 def test_the_picture_in_a_folder_without_lessons_is_that_of_the_course(tmp_path):
-    """As where the builder runs a lesson: what this machine's learner has done is not shown."""
+    """Where the builder runs a lesson, what this machine's learner has done is not shown."""
     picture = plot.progress(tmp_path)
     assert " 0 of 2 (lesson 00, Start here), 0 of " in picture.alt
 
@@ -408,7 +408,6 @@ def test_the_command_shows_one_lesson_by_its_number_with_or_without_the_zero(fol
         ("lesson 4", "python -m labcode 4"),
         ("train gpt_tiny --parallel.tp 2", "python -m labcode.train gpt_tiny --parallel.tp 2"),
         ("--doctor", "python -m labcode.doctor"),
-        ("watch runs/x", "python -m labcode.run.watch runs/x"),
         ("lab", "make lab"),
         ("next", "python -m labcode"),
         ("--version", "python -m labcode.doctor"),

@@ -103,7 +103,7 @@ def test_the_cpu_time_of_this_process_is_seen():
 
 
 class NVMLError(Exception):
-    """As pynvml has it."""
+    """The error as pynvml has it."""
 
 
 def fake_driver(**changes):

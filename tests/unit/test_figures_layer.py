@@ -17,7 +17,7 @@ ALT = "Four words at least"
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_bars_are_what_a_layer_keeps(tp, sequence_parallel):
-    """Of `perf.memory`, without the statistics, which are too small to draw."""
+    """The bars are those of `perf.memory`, without the statistics, which are too small to draw."""
     config = GPTConfig(context_length=256, num_heads=8, hidden_size=128)
     kept = layer_activations(
         config, GridShape(tp=tp), batch=1, sequence_parallel=sequence_parallel, value_bytes=1

@@ -72,7 +72,7 @@ def test_three_products_of_quantised_operands():
 
 @pytest.mark.parametrize("tokens", [1, 50])
 def test_blocks_take_any_number_of_tokens(tokens):
-    """As many zeros more as fill the last block change nothing."""
+    """Zeros that fill the last block change nothing."""
     layer = nn.Linear(32, 48, bias=False)
     model = Fp8(BlockScaling(), skip=()).convert(nn.Sequential(layer))
     x = draw(tokens, 32, seed=5)
@@ -214,7 +214,7 @@ def test_a_model_without_layers_to_convert_is_refused():
 
 
 def losses(recipe, steps):
-    """Of a small GPT; None is bfloat16 by autocast."""
+    """Losses of a small GPT; None is bfloat16 by autocast."""
     batches = l03_step.Batches()
     model = l03_step.new_model(num_layers=1, hidden_size=32)
     fp8 = None

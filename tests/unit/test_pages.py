@@ -1,7 +1,6 @@
 """The instructor's pages say what lessons and checks say; every schedule can be taught."""
 
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -13,7 +12,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from course import catalog
-from tools import course_map, learner_memory, pages
+from tools import course_map, pages
 
 LESSONS = course_map.lessons()
 IN_PASSING = {"10"}  # of which a schedule without it explains one number at the board
@@ -74,22 +73,6 @@ def test_the_page_names_commands_that_exist():
         assert f"\n{target}: " in makefile
     for module in re.findall(r"`python -m (tools\.\w+)", page):
         assert (pages.ROOT / f"{module.replace('.', '/')}.py").exists()
-
-
-def test_memory_is_that_of_all_descendants():
-    """A child of a child that holds 64 MiB is seen."""
-    inner = "x = b'1' * 2**26; print(len(x), flush=True); input()"
-    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
-    command = [sys.executable, "-c", outer]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        watcher = learner_memory.Watcher()
-        watcher._look()
-        child.communicate("\n")
-    assert watcher.processes >= 2
-    assert watcher.resident_bytes >= watcher.proportional_bytes >= 2**26
 
 
 def test_the_table_of_lessons_has_every_lesson_and_its_minutes():

@@ -149,7 +149,6 @@ def test_a_layout_that_works_is_let_through(model, grid, options):
         (MANY | {"train.compile": "block"}, "leave both off"),
         (MANY | {"optim.name": "lamb"}, "would get one norm together, use adamw"),
         (MANY | {"parallel.ep": 3, "train.noise_scale": True}, "micro-batches of several ranks"),
-        (MANY | {"parallel.ep": 3, "train.powersgd_rank": 2}, "one group for all weights, use ep"),
         (MANY | {"parallel.ep": 3, "local.steps": 2}, "no rank has a whole copy"),
         (
             {"parallel.zero_stage": 1, "checkpoint.every": 5, "train.global_batch": 6},

@@ -1,6 +1,5 @@
 """The command line of the planner, in this process."""
 
-import itertools
 import json
 import re
 from dataclasses import replace
@@ -9,10 +8,6 @@ import pytest
 
 from labcode import recipes
 from labcode.perf.cli import main
-from labcode.perf.cluster import load_cluster
-from labcode.perf.plan import plan
-from labcode.perf.plots import unbeaten
-from labcode.perf.transformer import Transformer
 
 GPT3 = ["--model", "gpt3-175b", "--cluster", "selene", "--global-batch", "1536"]
 LLAMA_7B = {
@@ -42,36 +37,21 @@ def test_an_estimate_shows_parts_that_add_up(capsys):
     assert sum(shares) == pytest.approx(200, abs=1)
 
 
-def test_a_plan_is_a_table_and_a_picture(capsys, tmp_path):
-    file = tmp_path / "plan.png"
-    assert main(["plan", *SMALL, "--gpus", "4", "--top", "3", "--plot", str(file)]) == 0
+def test_a_plan_is_a_table(capsys):
+    assert main(["plan", *SMALL, "--gpus", "4", "--top", "3"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"layouts that fit, 0 that do not; on \d+ grids, of each the fast", printed)
     assert "dp x pp x cp x tp" in printed
-    assert file.read_bytes().startswith(b"\x89PNG")
     rows = [line for line in printed.splitlines() if " x " in line]
     assert len(rows) == 1 + 3
 
 
-def test_a_comparison_has_a_line_for_each_cluster_and_size(capsys, tmp_path):
+def test_a_comparison_has_a_line_for_each_cluster_and_size(capsys):
     words = ["compare", "--model", "llama3-8b", "--global-batch", "64", "--gpus", "1,16"]
-    file = tmp_path / "scaling.svg"
-    assert main([*words, "--cluster", "selene,dgx-h100", "--plot", str(file)]) == 0
+    assert main([*words, "--cluster", "selene,dgx-h100"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("nothing fits") == 2
     assert "samples/s" in printed
-    assert "<svg" in file.read_text()
-
-
-def test_who_is_unbeaten_needs_less_than_all_faster_ones():
-    found = plan(Transformer(4, 64, 4, 512, 100), load_cluster("selene"), gpus=8, global_batch=8)
-    front = unbeaten(found.ranked)
-    assert front[0] is found.ranked[0]
-    for faster, slower in itertools.pairwise(front):
-        assert faster.step_s <= slower.step_s
-        assert slower.memory_bytes < faster.memory_bytes
-    least = min(layout.memory_bytes for layout in found.ranked)
-    assert front[-1].memory_bytes == least
 
 
 @pytest.fixture
@@ -157,7 +137,7 @@ def test_of_a_mixture_is_shown_what_a_token_uses_and_ep(capsys):
             "--model gpt2-xl and --heads: a model has its own sizes",
         ),
         (
-            ["plan", *SMALL, "--gpus", "4", "--plot", "/nowhere/x.png"],
+            ["calibrate", "--out", "/nowhere/x.toml"],
             "there is no folder /nowhere",
         ),
         (["estimate", *SMALL, "--micro-batch", "0"], "--micro-batch: '0' is not a whole number"),

@@ -1,5 +1,7 @@
 """One "did you mean" for all messages."""
 
+import importlib
+
 import pytest
 
 from labcode.runtime.suggest import closest, did_you_mean, meant, unknown
@@ -103,3 +105,25 @@ def test_all_that_a_word_begins_are_named():
 def test_a_dtype_goes_by_other_names(typed, dtype):
     assert meant(typed, ("auto", "float32", "bfloat16", "float16", "fp8")) == [dtype]
     assert meant(typed, ("softmax", "sigmoid")) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "labcode.run.export runs/gpt_tiny-01 out",
+        "labcode.measure.profile runs/gpt_tiny-01",
+        "labcode.run.scaling runs/gpt_tiny-01",
+        "labcode.debug.bisect runs/gpt_tiny-01 runs/gpt_tiny-001",
+    ],
+)
+def test_every_command_that_takes_a_run_says_which_one_is_near(
+    words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "gpt_tiny-001"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    module, *arguments = words.split()
+    assert importlib.import_module(module).main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "did you mean runs/gpt_tiny-001?" in line

@@ -103,7 +103,7 @@ def test_a_file_is_read_by_any_name(tmp_path):
 
 
 def test_axes_are_known_by_their_names_in_any_order(tmp_path):
-    """As ERA5 (from the pole, levels and members of one), WeatherBench 2, and others have them."""
+    """Axes as in ERA5 (from the pole, levels and members of one), WeatherBench 2, and others."""
     plain = dataset("hours since 1900-01-01", "gregorian").drop_vars("time_bnds")
     field = plain.tas.values
     forms = {

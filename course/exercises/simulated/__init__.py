@@ -43,20 +43,20 @@ from course.exercises.simulated.baton import (
     own_state,
 )
 from course.exercises.simulated.events import (
+    DeadEnd,
     Endless,
     Event,
     Mismatch,
     Outcome,
-    Place,
     Stuck,
 )
 
 __all__ = [
+    "DeadEnd",
     "Endless",
     "Event",
     "Mismatch",
     "Outcome",
-    "Place",
     "Stuck",
     "current",
     "here",

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from course.answer import Hint
 from course.exercises.in_notebook import is_library
-from course.exercises.simulated.events import Endless, Event, Outcome, Place
+from course.exercises.simulated.events import DeadEnd, Endless, Event, Outcome
 
 MAX_STEPS = 2_000_000  # bytecodes of the learner's on one rank; they take about 0.2 s
 # What torchrun tells each rank.
@@ -147,11 +147,11 @@ class Rank:
                 one_is_ready = functools.partial(_any_is_ready, pending)
                 self.wait_until(one_is_ready, pending[0] if pending else None)
 
-    def place(self) -> Place:
+    def place(self) -> DeadEnd:
         """Where it waits."""
         if self.waits_for is None:
-            return Place(None)
-        return Place(self.waits_for.event, self.waits_for.missing())
+            return DeadEnd(None)
+        return DeadEnd(self.waits_for.event, self.waits_for.missing())
 
 
 class _NoRank:
@@ -190,7 +190,7 @@ class Run:
         self.meetings: dict[tuple[str, tuple[int, ...], int], dict[int, Sent]] = {}
         self.open_messages: list[Request] = []
         self.made: list[tuple[int, ...]] = []  # groups of the whole world, in order
-        self.stuck: dict[int, Place] = {}
+        self.stuck: dict[int, DeadEnd] = {}
         self.is_over = False  # whoever wakes up now ends
         self.is_interrupted = False  # whoever runs now ends
         self.store = dist.HashStore()

@@ -235,7 +235,7 @@ def received(
         kind: The collective.
         op: How it adds.
         root: Number of the root in the group.
-        number: Of the rank that receives, in the group.
+        number: Number of the rank that receives, in the group.
         sent: What each rank of the group sends.
     """
     if kind == "all_reduce" or (kind == "reduce" and number == root):

@@ -36,9 +36,9 @@ class Event:
         peer: The other rank of a message.
         root: The root of a broadcast, reduce, scatter or gather, as rank of the world.
         op: "SUM" and so on, of a collective that adds.
-        shape: Of this rank's tensor.
-        dtype: Of this rank's tensor, "float32".
-        num_bytes: Of the whole tensor, as in `labcode.comm.counting`.
+        shape: Shape of this rank's tensor.
+        dtype: Dtype of this rank's tensor, "float32".
+        num_bytes: Bytes of the whole tensor, as in `labcode.comm.counting`.
         asynchronous: Whether the caller was given a request.
         waits: For each wait for the request, its time and its block.
         arrived: Whether somebody waited, and that came to an end.
@@ -47,7 +47,7 @@ class Event:
             of the two writes to it.
         in_thread: Whether it was called outside of the rank's own thread; then nothing was sent.
         requires_grad: Whether the tensor does; who keeps the call's handle keeps its graph.
-        value: Of a note.
+        value: Value of a note.
     """
 
     kind: str
@@ -98,7 +98,7 @@ class Event:
 
 
 @dataclass
-class Place:
+class DeadEnd:
     """Where a rank waits for what cannot come.
 
     Args:
@@ -127,14 +127,14 @@ class Outcome:
         results: What each rank returned; None where it did not come to its end.
         errors: {rank: its error}.
         stuck: {rank: where it waits}, if nobody could go on.
-        events: Of all ranks, in the order in which they happened.
+        events: Events of all ranks, in the order in which they happened.
         made: The groups that each rank has made with the others, in order, of the kind "new_group".
             One that all ranks make has a number as its name; others are made by their members.
     """
 
     results: list[Any]
     errors: dict[int, BaseException]
-    stuck: dict[int, Place]
+    stuck: dict[int, DeadEnd]
     events: list[Event]
     made: list[list[Event]]
 

@@ -92,7 +92,7 @@ class Request(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """The same as `wait`, on a CPU."""
+        """Wait, which on a CPU is all there is to synchronize."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -344,7 +344,7 @@ def _two(one: Event, other: Event) -> str:
 
 
 def _name_of(op: Any) -> str:
-    """Of a ReduceOp, or of its RedOpType."""
+    """Name of a ReduceOp, or of its RedOpType."""
     kind = getattr(op, "op", op)
     return getattr(kind, "name", str(kind))
 

@@ -51,7 +51,7 @@ def small_model() -> nn.Sequential:
 
 
 def unwatched(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
-    """In place of `doctor.watch`: nobody looks on."""
+    """In place of `doctor.watch`: nothing is watched."""
     return contextlib.nullcontext()
 
 

@@ -27,7 +27,7 @@ def trained(
 
     Args:
         healthy: Tell the sampler the epoch.
-        watch: Looks on.
+        watch: Observer of the loop.
         batch_size: Samples of a rank in a step.
         epochs: What the sampler is told: three different numbers.
     """

@@ -263,7 +263,7 @@ class TransformerEngineApi(BaseNamespaceAPI):
         """Nothing to check: `debug.on_layers` makes all calls."""
 
     def output_assertions_hook(self, api_name: str, ret: Any, **kwargs: Any) -> None:
-        """As above."""
+        """Nothing to check either, as above."""
 
     def routing_condition(
         self, api_name: str, config: dict, layer_name: str, feature_obj: Any, **kwargs: Any

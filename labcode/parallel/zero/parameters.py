@@ -81,7 +81,7 @@ class FullyShardedModule(Synchronized):
         materialize: `materialize(name)` is the whole value of a weight of a meta module: no rank
             ever holds more than one whole weight.
         groups: {parameter: its own group}, for parameters of which fewer ranks hold copies, as of
-            experts that are divided over neighbours. They make a second unit of their layer.
+            experts that are divided over neighbours. They make a unit of their own in their layer.
 
     Attributes:
         shards: {name: this rank's rows of a weight}, frozen ones included; `.grad` is the average.
@@ -127,27 +127,21 @@ class FullyShardedModule(Synchronized):
         values = _WeightValues(names, materialize, compute_dtype)
         average = _Average(group, tuple(replicas), num_shares or group.size(), reduce_dtype)
         chosen = _layers(module) if units is None else list(units)
-        self._units_of_layer: list[list[Unit]] = []  # one for each group of its weights
+        self._units_of_layer: list[list[Unit]] = []
         shared = _used_outside(module, chosen)
         taken = set(shared)
         for layer in chosen:
-            by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
-            for param in layer.parameters():
-                if param not in taken:
-                    by_group.setdefault(groups[param], []).append(param)
-            taken.update(layer.parameters())
-            own_units = []
-            for ranks, own in by_group.items():
-                own_units.append(Unit(own, values, average.over(ranks)))
-            self._units_of_layer.append(own_units)
-        self.units = list(itertools.chain.from_iterable(self._units_of_layer))
+            own = [param for param in layer.parameters() if param not in taken]
+            taken.update(own)
+            self._units_of_layer.append(_units_of(own, values, average, groups))
         # The rest (embedding, last norm, head, and what is shared) stays whole from the first
         # forward of a step to `finish_gradient_sync`: the head is the last module of forward and
         # the first one of backward.
         rest = [param for param in module.parameters() if param not in taken or param in shared]
-        self.root = Unit(rest, values, average)
+        self._rest = _units_of(rest, values, average, groups)
+        self.units = [*itertools.chain.from_iterable(self._units_of_layer), *self._rest]
         own_rows = {}
-        for unit in (*self.units, self.root):
+        for unit in self.units:
             own_rows |= dict(zip(unit.params, unit.shards))
         self.shards = shards_by_name(module, own_rows)
         _show_rows(module, own_rows)
@@ -155,7 +149,7 @@ class FullyShardedModule(Synchronized):
         for number, layer in enumerate(chosen):
             self._watch(layer, number)
         self._unit_of: dict[nn.Parameter, Unit] = {}
-        for unit in (*self.units, self.root):
+        for unit in self.units:
             for param in unit.params:
                 self._unit_of[param] = unit
                 if param.requires_grad:
@@ -167,7 +161,8 @@ class FullyShardedModule(Synchronized):
         # forward inside a backward, whose gradients must stay.
         if torch._C._current_graph_task_id() == -1:
             self._forget_backward()
-        self.root.gather()
+        for unit in self._rest:
+            unit.gather()
         if self.compute_dtype is not None:
             args, kwargs = pytree.tree_map(self._cast, (args, kwargs))
         output = self.module(*args, **kwargs)
@@ -193,10 +188,10 @@ class FullyShardedModule(Synchronized):
         """
         # Units with gradients of `no_sync`, and units that this rank has not used at all. Other
         # ranks may have used them, and wait in the reduce-scatter.
-        for unit in (*self.units, self.root):
+        for unit in self.units:
             if unit.has_whole_gradients() or not unit.was_reduced:
                 unit.reduce()
-        for unit in (*self.units, self.root):
+        for unit in self.units:
             unit.finish_reduce()
             unit.was_reduced = False
         self._release()
@@ -211,7 +206,7 @@ class FullyShardedModule(Synchronized):
         Communicates: an all-gather of all weights.
         """
         wholes: dict[nn.Parameter, torch.Tensor] = {}
-        for unit in (*self.units, self.root):
+        for unit in self.units:
             wholes |= dict(zip(unit.shards, unit.wholes()))
         return {name: wholes[shard] for name, shard in self.shards.items()}
 
@@ -221,9 +216,14 @@ class FullyShardedModule(Synchronized):
         """Gather a unit before its module runs, and give it back after."""
         alive = weakref.ref(self)
 
-        def before(module: nn.Module, args: tuple) -> None:
+        def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
             parallel = _require_alive(alive)
             parallel._gather(number, step=1)
+            for tensor in pytree.tree_leaves((args, kwargs)):
+                # Of what another module has made, not of a leaf, whose hook autograd calls before
+                # it has to (below).
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(after_backward)
 
         def after(module: nn.Module, args: tuple, output: Any) -> None:
             parallel = _require_alive(alive)
@@ -241,7 +241,16 @@ class FullyShardedModule(Synchronized):
             parallel._begin_backward()
             parallel._gather(number, step=-1)
 
-        layer.register_forward_pre_hook(before)
+        def after_backward(grad: torch.Tensor) -> None:
+            # A trained weight is given back with its gradient. A frozen one has none that would
+            # tell when it was used for the last time; the input's gradient does. Autograd computes
+            # first what forward computed last, so all of this layer is behind us when it comes to
+            # what made its input. FSDP2 relies on the same (`_register_post_backward_hook`).
+            for unit in _require_alive(alive)._units_of_layer[number]:
+                if not unit.is_trained:
+                    unit.reshard()
+
+        layer.register_forward_pre_hook(before, with_kwargs=True)
         layer.register_forward_hook(after)
 
     def _gather(self, number: int, step: int) -> None:
@@ -261,14 +270,12 @@ class FullyShardedModule(Synchronized):
         unit = self._unit_of[param]
         self._begin_backward()
         unit.ready.add(param)
-        if len(unit.ready) < unit.num_trained:
+        if len(unit.ready) < len(unit.params):
             return
         unit.ready.clear()
         if self._syncing:
             unit.reduce()
-        # A frozen weight has no gradient that would tell when it was used for the last time, so a
-        # unit with one stays whole until the end of backward.
-        if unit.num_trained == len(unit.params) and unit is not self.root:
+        if unit not in self._rest:
             unit.reshard()
 
     def _forget_backward(self) -> None:
@@ -279,7 +286,7 @@ class FullyShardedModule(Synchronized):
         if not self._in_backward:
             return
         self._in_backward = False
-        for unit in (*self.units, self.root):
+        for unit in self.units:
             unit.forget_gradients()
 
     def _begin_backward(self) -> None:
@@ -289,7 +296,8 @@ class FullyShardedModule(Synchronized):
             # on a weight would not do, since any weight may be the last one, or have no gradient.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         # Whole already, unless a forward without gradients came in between and gave it back.
-        self.root.gather()
+        for unit in self._rest:
+            unit.gather()
 
     def _end_backward(self) -> None:
         """Send what was not complete, so that all ranks have sent the same, and wait for it."""
@@ -297,15 +305,14 @@ class FullyShardedModule(Synchronized):
         for unit in self.units:
             if self._syncing and unit.ready:
                 unit.reduce()
-            unit.reshard()
-        if self._syncing and self.root.ready:
-            self.root.reduce()
-        for unit in (*self.units, self.root):
+            if unit not in self._rest:
+                unit.reshard()
+        for unit in self.units:
             unit.ready.clear()
             unit.finish_reduce()
 
     def _release(self) -> None:
-        for unit in (*self.units, self.root):
+        for unit in self.units:
             unit.reshard()
 
     def _cast(self, value: Any) -> Any:
@@ -318,13 +325,14 @@ class Unit:
     """Weights that are gathered together, used, and given back.
 
     Args:
-        params: Parameters of the module.
+        params: Parameters of the module, at least one: all trained or all frozen, of one dtype.
         values: Gives the value of each, and its dtype while it is whole.
         average: What is done with gradients.
 
     Attributes:
         params: Parameters of the module; their memory is empty unless they are gathered.
         shards: This rank's rows of each.
+        is_trained: Whether they have gradients.
         ready: Those whose gradient of this backward is there.
         was_reduced: Gradients were sent since the last `finish_gradient_sync`.
     """
@@ -351,7 +359,7 @@ class Unit:
             whole = torch.empty(param.shape, dtype=dtype, device=value.device)
             self._wholes.append(whole)
             self._absent.append(whole.new_full((), torch.nan).expand(param.shape))
-        self.num_trained = sum(param.requires_grad for param in self.params)
+        self.is_trained = self.params[0].requires_grad
         self.ready: set[nn.Parameter] = set()
         self.was_reduced = False
         self._is_whole = True
@@ -361,7 +369,7 @@ class Unit:
 
     def start_gather(self) -> None:
         """Begin to gather, unless that was done already."""
-        if self._is_whole or self._gathering is not None or not self.params:
+        if self._is_whole or self._gathering is not None:
             return
         with torch.no_grad():
             own = self.cut.pack(self.shards, self._wholes[0].dtype)
@@ -402,11 +410,11 @@ class Unit:
     def reduce(self) -> None:
         """Begin to average the gradients; this rank gets its rows of them."""
         self.finish_reduce()
-        if not self.num_trained:
+        if not self.is_trained:
             return
         grads = []
         for param, whole in zip(self.params, self._wholes):
-            if param.grad is None:  # also of a frozen weight: one cut serves all messages
+            if param.grad is None:
                 grads.append(torch.zeros(param.shape, dtype=whole.dtype, device=whole.device))
             else:
                 grads.append(param.grad)
@@ -429,8 +437,6 @@ class Unit:
             dist.all_reduce(segment, group=group)
         segment = segment.to(self.shards[0].dtype)
         for shard, mean in zip(self.shards, self.cut.unpack(segment, self.group.rank())):
-            if not shard.requires_grad:
-                continue
             shard.grad = mean.clone() if shard.grad is None else shard.grad + mean
 
     def forget_gradients(self) -> None:
@@ -448,8 +454,6 @@ class Unit:
 
     def wholes(self) -> list[torch.Tensor]:
         """New whole tensors in the dtype of the shards."""
-        if not self.params:
-            return []
         dtype = self.shards[0].dtype
         message = start_all_gather(self.cut.pack(self.shards, dtype), self.group, dim=0)()
         wholes = [
@@ -457,6 +461,25 @@ class Unit:
         ]
         self.cut.unpack_all(message, wholes)
         return wholes
+
+
+def _units_of(
+    params: Iterable[nn.Parameter],
+    values: "_WeightValues",
+    average: "_Average",
+    groups: Mapping[nn.Parameter, dist.ProcessGroup],
+) -> list[Unit]:
+    """Weights as units: usually one; more if groups or dtypes differ, or some are frozen.
+
+    Frozen weights travel apart from trained ones: a message has one dtype, and a frozen model may
+    have a narrower one than its adapters; and no zeros are reduce-scattered for them. It costs a
+    second message in each layer that has both. FSDP2 sends one, as bytes.
+    """
+    alike: dict[tuple, list[nn.Parameter]] = {}
+    for param in params:
+        kind = (groups[param], param.requires_grad, param.dtype)
+        alike.setdefault(kind, []).append(param)
+    return [Unit(own, values, average.over(ranks)) for (ranks, _, _), own in alike.items()]
 
 
 class _WeightValues:
@@ -508,7 +531,8 @@ def _leave_meta(module: nn.Module) -> None:
     for child in module.modules():
         for name, param in child.named_parameters(recurse=False, remove_duplicate=False):
             if param not in made:
-                shape = torch.empty(()).expand(param.shape)  # one number in that shape
+                one = torch.empty((), dtype=param.dtype)
+                shape = one.expand(param.shape)  # one number in that shape
                 made[param] = nn.Parameter(shape, requires_grad=param.requires_grad)
             setattr(child, name, made[param])
 

@@ -30,11 +30,26 @@ _OTHER_PROGRAMS = (
 _SCRIPT = r"^(?:(?:/\S*/)?(?:bash|sh)\s+(?:-\w+\s+)*)?[^\s;]+\.(?:sh|bash|slurm)(?![^\s;])"
 _RANKS = "|".join((TORCHRUN, ACCELERATE, DEEPSPEED, _PYTHON, _OTHER_PROGRAMS, _SCRIPT))
 # python programs that prepare or look, and are no training
-_AROUND = (
-    r"-m\s+(?:pip|venv|ensurepip|zipfile|http|json|wandb|torch\.utils\.collect_env)\b"
-    r"|(?:download|convert|install|setup|prepare|preprocess|tokeni|build|clean|merge|plot|stage|copy"
-    r"|env|activate|monitor)\w*\.(?:py|sh|bash)\b"
+_OTHER_MODULES = r"-m\s+(?:pip|venv|ensurepip|zipfile|http|json|wandb|torch\.utils\.collect_env)\b"
+_OTHER_FILES = (
+    "download",
+    "convert",
+    "install",
+    "setup",
+    "prepare",
+    "preprocess",
+    "tokeni",  # tokenize and tokenise
+    "build",
+    "clean",
+    "merge",
+    "plot",
+    "stage",
+    "copy",
+    "env",
+    "activate",
+    "monitor",
 )
+_AROUND = rf"{_OTHER_MODULES}|(?:{'|'.join(_OTHER_FILES)})\w*\.(?:py|sh|bash)\b"
 
 
 @dataclass(frozen=True)
@@ -42,11 +57,11 @@ class Launch:
     """One command of the script that starts something.
 
     Args:
-        line: Of the script.
+        line: Number of its line in the script.
         text: The whole command as it is written.
-        order: Its place among the simple commands of the script.
+        order: Place among the simple commands of the script.
         by: "srun", another launcher such as "mpirun", or "" for the batch script itself.
-        options: Those of srun, in their long form: {"ntasks": "2"}.
+        options: Options of srun, in their long form: {"ntasks": "2"}.
         unknown: Whether srun has options in a variable that nobody knows.
         program: What is started, variables filled in, with what a `bash -c` in it starts.
         end: What follows the command: "&", "|" and so on.

@@ -25,7 +25,7 @@ class Problem:
 
     Args:
         rule: Number of the rule, "S21".
-        line: Where, counted from 1.
+        line: Number of the line, counted from 1.
         message: What is wrong and what was found, in one line.
         why: What happens to the job.
         severity: "error" (submit refuses the script) or "warning".
@@ -48,9 +48,9 @@ def lint(
 
     Args:
         text: The script.
-        site: For its limits, partitions and network; None: only what holds everywhere.
-        job: That the script was made for; None: unknown.
-        folder: Where the programs lie that it starts; None: unknown.
+        site: Site with its limits, partitions and network; None: only what holds everywhere.
+        job: Job that the script was made for; None: unknown.
+        folder: Folder of the programs that it starts; None: unknown.
     """
     batch_job = BatchJob(text)
     facts = replace(facts_of(site, job), folder=folder)

@@ -26,7 +26,7 @@ class Component:
     """One allocation: the whole job, or what stands between two `hetjob` lines.
 
     Args:
-        directives: Its options, in order; the last one of a name counts.
+        directives: Options of the component, in order; the last one of a name counts.
         asks: What the script asks SLURM for at run time, `SLURM_NNODES`: then the command line of
             sbatch may say it, and a count without a directive is unknown.
     """
@@ -279,11 +279,11 @@ class Signal:
     """What `#SBATCH --signal=B:USR1@60` asks for.
 
     Args:
-        line: Of the directive.
-        text: Its value.
+        line: Number of the line of its directive.
+        text: Value of the option.
         name: "USR1", or a number.
         to_script: Whether the batch script gets it, with `B:`; else the tasks of the steps do.
-        lead_s: So long before the time limit, in seconds; None: SLURM's 60.
+        lead_s: Seconds before the time limit; None: SLURM's 60.
     """
 
     line: int

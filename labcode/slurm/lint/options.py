@@ -60,8 +60,8 @@ class Options:
 
     Args:
         letters: What each short one means.
-        with_value: Those that take a value; None: all but `alone`.
-        alone: Those that take none.
+        with_value: Options that take a value; None: all but `alone`.
+        alone: Options that take none.
         whole: All names, where any beginning that only one of them has is taken for it.
     """
 

@@ -34,8 +34,8 @@ class Command:
 
     Args:
         line: Number of its first line.
-        text: With a blank where a line was joined to the next.
-        source: With the line breaks that bash sees, those in quotes and arrays.
+        text: The command, with a blank where a line was joined to the next.
+        source: The command with the line breaks that bash sees, those in quotes and arrays.
     """
 
     line: int
@@ -97,7 +97,7 @@ class Script:
     def _read_command(self, start: int) -> int:
         """Adds the command that begins with that line; returns the number of the next line.
 
-        A command goes on in the next line after a backslash, in a quote that is open, in an array
+        A command continues in the next line after a backslash, in a quote that is open, in an array
         that is not closed; a here-document belongs to the command before it.
         """
         text, quote = _without_comment(self.lines[start].rstrip("\r"))
@@ -152,7 +152,7 @@ def _without_comment(line: str, quote: str = "") -> tuple[str, str]:
 
 
 def _open_list(text: str) -> bool:
-    """Whether an array goes on in the next line: `command=(` without its `)`."""
+    """Whether an array continues in the next line: `command=(` without its `)`."""
     declaring = r"(?:(?:local|declare|export|readonly|typeset)\s+(?:-\w+\s+)*)?"
     begin = re.match(rf"\s*{declaring}\w+\+?=\(", text)
     return bool(begin) and text.count("(") > text.count(")")

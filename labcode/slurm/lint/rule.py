@@ -18,7 +18,7 @@ class Facts:
         interfaces: The network interfaces between the nodes.
         environment: Variables that the site or the job sets, for reasons of its own.
         world_size: Ranks of the job that the script was made for.
-        folder: Where the programs lie that it starts.
+        folder: Folder of the programs that it starts.
     """
 
     max_minutes: float | None = None

@@ -22,7 +22,7 @@ class Simple:
     """One simple command, `A=1 srun -n 2 python train.py &`.
 
     Args:
-        words: Its words, without quotes, variables filled in.
+        words: Words of the command, without quotes, variables filled in.
         end: What follows it: "&", "|", "&&", "||", or ";" for anything else.
     """
 

@@ -72,8 +72,8 @@ class End(NamedTuple):
     """The end of one process.
 
     Args:
-        kind: Of the failure.
-        what: In words: "killed by SIGKILL: ...".
+        kind: Kind of the failure.
+        what: The end in words: "killed by SIGKILL: ...".
         rank: Global; None where only its number on its node is known, or only its node.
         host: None where nobody says it.
         is_first: The launcher saw it end first.
@@ -167,7 +167,7 @@ def _numbers(text: str) -> Iterator[int]:
 
 
 def _kind(code: int) -> Kind:
-    """Of an exit code, negative for a signal."""
+    """Kind of failure that an exit code means; the code is negative for a signal."""
     if code in _KILLED:
         code = SHELL_ADDS - code
     return BY_NAME[EXITED] if code >= 0 else BY_NAME[_KINDS.get(signal.Signals(-code), CRASHED)]

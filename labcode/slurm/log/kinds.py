@@ -32,9 +32,9 @@ class Kind:
     """One kind of failure.
 
     Args:
-        name: In few words.
+        name: Name in few words.
         signs: Regular expressions; one that is found in a line is enough. "" is set by the reader.
-        means: In one or two sentences.
+        means: What it means, in one or two sentences.
         do: What to do; "" where nothing helps but the cause.
         order: Cause or consequence.
         because: Names of kinds that explain this one, wherever they stand in the log.
@@ -833,7 +833,7 @@ def _without_number(found: re.Match[str]) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _kind_of(text: str) -> Kind | None:
-    """As above, once for all steps of a training, whose lines differ in their numbers alone."""
+    """Kind as above, found once for all steps of a training: only their numbers differ."""
     if not _ANY.search(text):
         return None
     for sign, kind in _SIGNS:

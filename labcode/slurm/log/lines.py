@@ -59,11 +59,11 @@ class LogLine:
     """One line of a job's output; what cannot be told is None.
 
     Args:
-        file: Its file, a name for a person.
-        number: Of the line there, from 1.
-        text: Without what launchers wrote before it.
-        rank: Of the process that wrote it.
-        host: Of its machine.
+        file: Name of the file, for a person.
+        number: Number of the line there, from 1.
+        text: The line without what launchers wrote before it.
+        rank: Rank of the process that wrote it.
+        host: Name of its machine.
         time_s: When it, or the last line before it that says so, was written: seconds since some
             moment, the same for all lines.
     """

@@ -6,7 +6,7 @@
 
 Many ranks fail at once when one does, and the first line is not always of the first. A cause comes
 before its consequences (`kinds.Order`), whatever the order of the lines; of two causes the one with
-the earlier time, or line. An error after which the same rank goes on with its steps was handled.
+the earlier time, or line. An error after which the same rank continues with its steps was handled.
 
 Held by: tests/unit/test_job_log.py, tests/unit/test_slurm_client.py
 """
@@ -78,7 +78,6 @@ _FOLDER = re.compile(r"^/\S*/(?=[\w.-]+: )")  # "/opt/env/bin/python: No module 
 _OWN_RANK = re.compile(r"^(?:error: )?(?:.*?\b)?rank (\d+)\b")
 # "AssertionError: Rank 3: found NaN", of Megatron; the reader of PyTorch's flight recorder
 _SPEAKER = re.compile(r"^\w+: Rank (?P<rank>\d+): |Culprit rank (?P<culprit>\d+);")
-_WORLD = re.compile(r"\b(?:nranks|nRanks|world[_ ]size|WORLD_SIZE)\W{1,3}(\d+)")
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,11 @@ class Event:
     """A line that tells of a failure.
 
     Args:
-        kind: Of it.
-        line: Where it stands.
+        kind: What happened.
+        line: Line that says it.
         what: What it says, for a person.
-        rank: Whose it is; None if nobody says.
-        host: Of that rank.
+        rank: Rank that it happened to; None if no line says so.
+        host: Machine of that rank.
         place: "step (train.py, line 88)", of an exception.
         is_first: The launcher saw this process end first.
         ranks: All that the line speaks of, if it is of several.
@@ -117,7 +116,7 @@ class Story:
         handled: Errors after which the same rank, or another that writes to the same file, went on.
         not_finite: The first line with a loss that is not finite, if that was not the end.
         ranks: All that the log names.
-        peers: To whom connections were lost.
+        peers: Ranks to which connections were lost.
         last_lines: The last lines of the log.
     """
 
@@ -292,8 +291,8 @@ class _Steps:
     """The lines of each rank that may be steps of its training.
 
     Args:
-        lines: Of the log.
-        sources: Whose lines are asked for.
+        lines: Lines of the log.
+        sources: Sources whose lines are asked for.
     """
 
     def __init__(self, lines: Sequence[LogLine], sources: Collection[Source]) -> None:

@@ -30,7 +30,7 @@ def tell(story: Story) -> list[str]:
     """The lines to print.
 
     Args:
-        story: As it was read.
+        story: The story that was read from the log.
     """
     first = story.first
     if first is None:

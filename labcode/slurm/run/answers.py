@@ -37,12 +37,12 @@ class JobInfo:
 
     Args:
         id: Number, "17", or "17_3" for one of an array.
-        name: Its name.
+        name: Name of the job.
         state: "PENDING", "RUNNING", "COMPLETED", ...
         reason: Why it is pending, or why it ended; "" for none.
         exit_code: (exit code, signal) of the batch script.
         restarts: How many times it was requeued.
-        nodes: As SLURM writes them, "n[1-2]"; "" before it runs.
+        nodes: Node list as SLURM writes it, "n[1-2]"; "" before it runs.
         run_time: "00:01:23".
         time_limit: "00:10:00".
         log: The file that its output goes to.

@@ -121,7 +121,7 @@ class Client:
         """The cluster that this machine is a login node of, if it is one.
 
         Raises:
-            SlurmError: Its controller does not answer.
+            SlurmError: The controller does not answer.
         """
         settings = cls._settings()
         if settings is None:
@@ -245,7 +245,7 @@ class Client:
         """What SLURM says of a job; of an array each of its jobs.
 
         Raises:
-            UnknownJob: There is none of that number, or no longer.
+            UnknownJob: There is no job of that number, or no longer.
         """
         try:
             found = parse_jobs(self.call("scontrol", "show", "job", str(number)))

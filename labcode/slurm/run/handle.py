@@ -37,7 +37,7 @@ class Handle:
     """One submitted job.
 
     Args:
-        number: Of the job.
+        number: Number of the job.
         where: "SLURM cluster ...", or "this machine, no SLURM: ...".
         keep: Leave the job running when the wait for it is interrupted.
         limit_s: How long one attempt may run before `wait` gives up.
@@ -179,7 +179,7 @@ class Handle:
         outcome = explain(info, self.log(), self._pace.hang(time.time()))
         if outcome.reason:
             outcome = replace(outcome, reason=self._which(info) + outcome.reason)
-        if not info.ended and not self.keep:  # it would stay in the queue for ever
+        if not info.ended and not self.keep:  # it would stay in the queue forever
             self.cancel()
             outcome = replace(outcome, state="CANCELLED")
         screen.say(f"job {self.number} {outcome}")
@@ -351,7 +351,7 @@ class SlurmHandle(Handle):
 
 
 def _furthest(jobs: list[JobInfo]) -> JobInfo:
-    """Of the jobs of an array the first that has not ended, else the first that failed."""
+    """The first job of an array that has not ended, else the first that failed."""
     running = [info for info in jobs if not info.ended]
     failed = [info for info in jobs if info.state != "COMPLETED"]
     return (running or failed or jobs)[0]

@@ -93,8 +93,8 @@ def start(job: Job, site: Site, folder: Path, keep: bool = False) -> LocalHandle
 
     Args:
         job: What to run; `nodes` are emulated.
-        site: For the folder of the runs.
-        folder: Where log and record lie.
+        site: Site, which names the folder of the runs.
+        folder: Folder of the log and the record.
         keep: The job outlives this process.
 
     Raises:
@@ -146,7 +146,7 @@ def find(number: str, folder: Path) -> LocalHandle:
     """The job of that number, started by another process.
 
     Raises:
-        ValueError: There is none in this folder.
+        ValueError: There is no job in this folder.
     """
     record = next(iter(folder.glob(f"*-{number}.json")), folder / f"{number}.json")
     Record.read(record)

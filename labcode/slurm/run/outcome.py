@@ -26,7 +26,7 @@ _NO_CHECKPOINT = (
     "the time limit of {limit} was reached before a checkpoint was written: "
     "let the signal come earlier, with more --signal-s, or give more minutes"
 )
-# reasons to be pending for ever
+# reasons to be pending forever
 NEVER = {
     "DependencyNeverSatisfied": "the job that it waits for failed: submit that one again",
     "BadConstraints": "no node has what the job asks for: "

@@ -47,7 +47,7 @@ def submit(
 
     Args:
         job: What to run.
-        site: Where, or the name of its profile.
+        site: Site to submit to, or the name of its profile.
         keep: Leave the job running when the wait for it is interrupted.
         echo: Say where the job went.
         client: The cluster; None looks for one, and runs the job on this machine if there is none.

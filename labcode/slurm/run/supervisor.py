@@ -59,11 +59,11 @@ class Record:
     """What the file beside the log says of a job.
 
     Args:
-        state: As SLURM would call it.
+        state: State as SLURM would call it.
         reason: Why it ended.
         code: Exit code of the agent that failed first, negative for a signal.
-        name, nodes, minutes: Of the job.
-        log: Its log.
+        name, nodes, minutes: Name, number of nodes and minutes of the job.
+        log: Path of the job's log.
         pid: The supervisor.
         started, ended: Seconds since 1970; 0 is not yet.
     """

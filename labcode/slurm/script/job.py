@@ -33,9 +33,9 @@ class Job:
             and can be requeued.
         requeue: Shortly before the time limit write a checkpoint and go back into the queue; after
             a failed node as well. The next attempt resumes from the newest checkpoint.
-        array: As sbatch takes it, such as "0-3"; one job for each number, which the job finds in
-            SLURM_ARRAY_TASK_ID.
-        dependency: As sbatch takes it, such as "afterok:123".
+        array: Array as sbatch takes it, such as "0-3"; one job for each number, which the job finds
+            in SLURM_ARRAY_TASK_ID.
+        dependency: Dependency as sbatch takes it, such as "afterok:123".
         env: Environment variables for the ranks.
         nccl_debug: What NCCL writes to the log: "INFO" shows who talks to whom over what.
         signal_s: Seconds before the time limit at which the checkpoint is asked for; 0: 120, or

@@ -49,7 +49,7 @@ def refuse_out_of_memory(job: Job, site: Site) -> None:
     """Refuse a job that is predicted not to fit; one that cannot be predicted passes.
 
     Raises:
-        ValueError: With both numbers, and what to do.
+        ValueError: One line with both numbers, and what to do.
 
     Held by: tests/unit/test_slurm_predict.py
     """

@@ -47,7 +47,7 @@ def render(job: Job, site: Site) -> str:
 
     Args:
         job: What to run; it is checked first.
-        site: Where.
+        site: Site that the script is for.
 
     Raises:
         ValueError: The job is impossible, or does not fit the site.

@@ -90,7 +90,7 @@ class Container:
 
     Args:
         kind: The program that starts it.
-        image: As that program takes it.
+        image: Image as that program takes it.
         binds: Further folders, FOLDER or OUTSIDE:INSIDE.
         options: More options of the program.
     """
@@ -136,20 +136,20 @@ class Site:
     """A cluster. An empty profile is a cluster of CPUs of which nothing else is known.
 
     Args:
-        name: Of the profile; that of its file unless it says another.
+        name: Name of the profile; by default that of its file.
         about: One line on what it is.
         account, partition, qos, reservation, constraint: The options of sbatch.
         memory: Per node, as sbatch --mem takes it.
         exclusive: Ask for whole nodes.
-        gpus, cpus: Of a node.
+        gpus, cpus: Number of GPUs and CPUs of a node.
         max_minutes: Longest wall time of the partition and qos.
         max_nodes: Most nodes of one job there.
         max_attempts: How often a job may run that puts itself back into the queue, unless the job
-            says otherwise: a fault that stops each attempt early would requeue it for ever.
+            says otherwise: a fault that stops each attempt early would requeue it forever.
         launcher: srun starts one torchrun per node, or one task per rank.
         host_suffix: What the site adds to a node's name for its address on the fast network.
         container: What the ranks run in.
-        modules: For `module load`.
+        modules: Names for `module load`.
         env: Environment variables of all jobs.
         setup: Shell lines that run before the ranks, such as: source .venv/bin/activate
         python: The interpreter.

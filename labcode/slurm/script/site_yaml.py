@@ -51,7 +51,7 @@ def read(text: str, kind: type[T], file_name: str, given: Mapping[str, object]) 
     Args:
         text: The YAML.
         kind: A dataclass; pydantic must understand the types of its fields.
-        file_name: For errors.
+        file_name: Name of the file, for errors.
         given: Fields that the caller sets, in place of what the file says.
 
     Raises:

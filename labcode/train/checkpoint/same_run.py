@@ -29,6 +29,7 @@ MAY_CHANGE = (
     "train.on_bad_step",
     "train.out",
     "train.overwrite",
+    "train.powersgd_",  # of older versions
     "train.sample_device_s",
     "train.sample_tokens",
     "train.slow_factor",
@@ -101,7 +102,7 @@ def _check_recipe(
 
 
 def as_json(value: Any) -> Any:
-    """As JSON gives it back: tuples become lists."""
+    """The value as JSON gives it back: tuples become lists."""
     return json.loads(json.dumps(value))
 
 

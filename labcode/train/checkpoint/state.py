@@ -111,7 +111,7 @@ class RunState:
         return found
 
     def copies(self, memory: Tensors) -> dict[str, Part]:
-        """As `tensors`, but copied to the CPU, so that training may change its own.
+        """Like `tensors`, but copied to the CPU, so that training may change its own.
 
         Args:
             memory: What an earlier call has filled, to be filled again: new memory takes twice as

@@ -159,7 +159,7 @@ class Checkpoints:
             Diverged: A weight, or what the optimizer keeps for it, is not finite; on every rank.
             CheckpointError: It could not be written, on every rank; nothing of it is left, the
                 older ones are.
-            KeyboardInterrupt: As it came, or as it came to another rank.
+            KeyboardInterrupt: Ctrl-C came, here or on another rank.
         Held by: tests/ranks/test_checkpoint.py::
             test_a_checkpoint_that_cannot_be_written_leaves_the_older_one
         """
@@ -250,7 +250,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: It failed, on every rank, with the reason.
-            KeyboardInterrupt: As it came, or as it came to another rank.
+            KeyboardInterrupt: Ctrl-C came, here or on another rank.
         """
         try:
             yield

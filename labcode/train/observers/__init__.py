@@ -25,13 +25,7 @@ def open_log(training: Training, out: Path | None) -> Log:
     """
     config = training.config
     folder = out if training.world.rank == 0 else None
-    log = Log(folder, config.name, config.train.steps, training.steps_done)
-    if training.steps_before and config.train.powersgd_rank:
-        log.say(
-            "PowerSGD begins anew: what it left out of gradients is not in checkpoints, and "
-            f"{config.train.powersgd_exact_steps} steps travel whole first"
-        )
-    return log
+    return Log(folder, config.name, config.train.steps, training.steps_done)
 
 
 def observers_of(

@@ -28,7 +28,7 @@ class StepProfiler(Observer):
 
     Args:
         settings: Which steps, which ranks, and what of them.
-        rank: Of this process.
+        rank: Rank of this process.
         device: What it computes on.
         ranges: The named parts of a step; they are marked while the profiler runs.
         marks: What says which memory is for what, for `profile.memory`; None: nobody.

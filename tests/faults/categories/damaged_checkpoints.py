@@ -116,7 +116,7 @@ def _files_of_older(checkpoints: Path) -> None:
 
 
 def _data_of_older_and_sizes(checkpoints: Path) -> None:
-    """As above, with run.json told so: what an attacker or a sync tool can do."""
+    """The same as above, with run.json told so: what an attacker or a sync tool can do."""
     _files_of_older(checkpoints)
     _tell(checkpoints / NEWEST)
 

@@ -82,7 +82,7 @@ def _put2(folder: Path) -> None:
 
 
 def _same(what: str, change: Callable[[Path], object]) -> Case:
-    """The same command on a changed folder: refused, or gone on bit for bit."""
+    """Run the same command on a changed folder: refused, or resumed bit for bit."""
     names = ["run/", "run:", "run.json", "metrics", "checkpoint", "step-", "config"]
     return Case(
         what,
@@ -171,7 +171,7 @@ def _touch(name: str, run: Path) -> None:
 
 
 def _nothing(run: Path) -> None:
-    """As it is."""
+    """Leave the folder as it is."""
 
 
 def _lock_of_a_dead_one(run: Path) -> None:

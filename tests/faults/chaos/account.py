@@ -19,14 +19,14 @@ class Outcome:
     """What became of one fault.
 
     Args:
-        number: Of the fault.
-        kind: Of the fault.
-        round: Of the trainings, each of which comes to its end, the one that it happened in.
+        number: Number of the fault.
+        kind: Kind of the fault.
+        round: Number of the training, of those that come to their end, that it happened in.
         survived: The run went on, or ended as it should; nothing hung.
         step: The last step that was done when it came.
         resumed_from: Where the run went on.
         steps_lost: Steps that had to be done again.
-        bytes_lost: Of whole checkpoints and of rows of metrics that were there and are gone.
+        bytes_lost: Bytes of whole checkpoints and of rows of metrics that were there and are gone.
         seconds: From the fault to the first step after it.
         why: What was wrong, if it was not survived.
     """
@@ -81,16 +81,16 @@ class Account:
     Args:
         recipe: What was trained, with its options.
         ranks: On how many ranks.
-        seed: Of the plan.
+        seed: Seed of the plan.
         every: Steps between checkpoints.
         rounds: Trainings that came to their end.
         rounds_equal: Those whose losses and weights were, bit for bit, those of the training that
             nobody disturbed.
         unplanned: Attempts that ended without a fault of the plan.
         left_out: What could not be done on this machine, and why.
-        outcomes: Of each fault.
-        versions: Of Python and torch.
-        nodes: Of a local SLURM cluster; 0: under torchrun on one machine.
+        outcomes: Outcome of each fault.
+        versions: Versions of Python and torch.
+        nodes: Number of nodes of a local SLURM cluster; 0: under torchrun on one machine.
     """
 
     recipe: str

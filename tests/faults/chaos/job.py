@@ -51,7 +51,7 @@ class Job:
     """A training that can be started again and again in the same folder.
 
     Args:
-        args: Of `python -m labcode.train`, without the folder.
+        args: Arguments of `python -m labcode.train`, without the folder.
         run: Folder of the run, as its ranks name it.
         work: Existing folder for the logs.
         nproc: Number of ranks.

@@ -35,7 +35,7 @@ class Fault:
 
     Args:
         number: Counted from 1.
-        kind: Of `KINDS`.
+        kind: One of `KINDS`.
         after_steps: It comes when so many steps have been done since the run began or resumed.
         rank: Who is hit, where one is.
         draw: From 0 to 1: a place in a file, or a moment.
@@ -61,9 +61,9 @@ def plan(seed: int, count: int, *, kinds: Sequence[str], every: int, ranks: int)
     Args:
         seed: The same seed gives the same faults.
         count: How many.
-        kinds: Of `KINDS`.
+        kinds: Some of `KINDS`.
         every: Steps between checkpoints: a fault comes within twice as many.
-        ranks: Of the job.
+        ranks: Number of ranks of the job.
 
     Raises:
         ValueError: There is no such kind.

@@ -38,13 +38,13 @@ class Chaos:
     """What is played.
 
     Args:
-        args: Of `python -m labcode.train`, the recipe first; without a folder.
+        args: Arguments of `python -m labcode.train`, the recipe first; without a folder.
         shown: What the user has typed of it.
         config: The same as `args`, parsed.
         ranks: On how many.
         faults: How many.
-        seed: Of the plan.
-        kinds: Of faults; empty: all that this machine allows.
+        seed: Seed of the plan.
+        kinds: Kinds of faults; empty: all that this machine allows.
         limit_s: Time after which a job that should go on, or end, is stuck.
         cluster: A local SLURM cluster on whose nodes the ranks run; None: under torchrun, here.
     """
@@ -147,7 +147,7 @@ class _Rounds:
         equal: Those that ended as the undisturbed one.
         reference: The undisturbed one.
         unplanned: Attempts that ended without a planned fault.
-        outcomes: Of the faults so far.
+        outcomes: Outcomes of the faults so far.
     """
 
     def __init__(self, chaos: Chaos, work: Path, disk: disks.Disk | None, say: Say) -> None:

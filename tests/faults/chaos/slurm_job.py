@@ -27,7 +27,7 @@ class SlurmJob(Job):
     If a rank fails srun ends the others, and it is for the user to give the command again.
 
     Args:
-        args: Of `python -m labcode.train`, without the folder.
+        args: Arguments of `python -m labcode.train`, without the folder.
         run: Folder of the run.
         work: Existing folder for the logs.
         nproc: Number of ranks, a multiple of the number of nodes.
