@@ -711,7 +711,7 @@ from course.labs import l26_two_fleets as lab
 compare("step", step_s, lab.simulated_step_s(6, 4, 1), unit="s", within=1)
 
 # %% [markdown]
-# Nearly a third less for one update of lag. With long answers, or with tools that an agent calls, drawing takes far
+# More than a third less for one update of lag. With long answers, or with tools that an agent calls, drawing takes far
 # longer, and answers that were begun long ago are still on their way while the learner has moved on. What does that do?
 # The ratios are no longer 1, and the clip begins to act.
 #
