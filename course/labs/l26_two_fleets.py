@@ -182,6 +182,17 @@ def mean_rewards(lag: int) -> list[float]:
     return rewards_by_seed(lag).mean(0).tolist()
 
 
+def num_fallen(lag: int, by: float = 0.15) -> int:
+    """How many recorded runs end so far below the best smoothed reward that they had.
+
+    Args:
+        lag: One of LAGS.
+        by: How far.
+    """
+    by_seed = rewards_by_seed(lag)
+    return int((by_seed.amax(1) - by_seed[:, -1] > by).sum())
+
+
 def mean_of(lag: int, what: str) -> float:
     """The mean of a column over steps and seeds of the recorded runs, without the first 16 steps.
 

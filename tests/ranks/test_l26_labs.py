@@ -42,7 +42,11 @@ def test_what_the_text_says_of_lag():
     assert off[0] < 1e-4
     assert off[1] < off[4] < off[16]
     last = {lag: lab.mean_rewards(lag)[-1] for lag in lab.LAGS}
-    assert last[16] < last[4] < min(last[0], last[1])
+    assert last[16] < 0.5 < last[4] < last[0]
+    early = {lag: lab.mean_rewards(lag)[6] for lag in lab.LAGS}
+    assert early[16] < early[4] < early[1]
+    assert lab.num_fallen(0) == 0
+    assert lab.num_fallen(1) == 4
 
 
 @pytest.mark.parametrize(("draw_s", "learn_s", "exchange_s"), [(6, 4, 1), (2, 5, 0.5), (3, 3, 0)])
