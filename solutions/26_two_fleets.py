@@ -747,8 +747,8 @@ for lag in lab.LAGS:
     print(f"lag {lag:2}: {lab.num_fallen(lag)} of 8 runs")
 
 # %% [markdown]
-# With the newest weights none falls, and with a lag of one half of them do. A step that went too far is noticed one
-# update later, when the next one has gone further. One sees that in single runs only.
+# With the newest weights none falls, and with a lag of one half of them do. A likely reason: a step that went too far is
+# noticed one update later, when the next one has gone further. One sees it in single runs only.
 #
 # So the lag has to be **known** and **bounded**. In labcode a version travels with the weights, and goes with every
 # batch. `check_lag` refuses what is too old. It is cheap, and it finds the most frequent mistake of all: a generator
