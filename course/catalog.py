@@ -136,6 +136,22 @@ WAYS: dict[str, Way] = {
             "25": (),
         },
     ),
+    "rewards": Way(
+        "Reinforcement learning: weights from those who train to those who generate",
+        {
+            "00": (1, 2, 3),
+            "01": (1, 2, 3),
+            "02": (1,),
+            "03": (1,),
+            "03b": (4,),
+            "04": (1,),
+            "08": (1,),
+            "09": (1, 2),
+            "13": (1,),
+            "18": (1,),
+            "26": (),
+        },
+    ),
     "bits": Way(
         "16, 8 and 4 bits",
         {

@@ -61,6 +61,7 @@ from course.figures.survival import boxes, runs, save_steps
 from course.figures.tensor_flow import column_then_row, layouts, tensor_parallel_mlp
 from course.figures.timeline import timeline
 from course.figures.tuning import adapters, packed_row
+from course.figures.two_fleets import two_cuts, two_fleets
 from course.figures.weights import cuts
 
 __all__ = [
@@ -141,6 +142,8 @@ __all__ = [
     "timeline",
     "tokens_that_hide",
     "transports",
+    "two_cuts",
+    "two_fleets",
     "ulysses",
     "ward_round",
     "watched_layer",
