@@ -632,7 +632,7 @@ for way, guess in zip(lab.WAYS, guesses):
 # --four-bit` says the same, and more.)
 
 # %% tags=["nbval-check-output"]
-from labcode.perf.fits import answer, gpu_memory
+from labcode.perf import fits
 from labcode.perf.hub_config import NamedModel
 from labcode.perf.settings import Settings
 from labcode.perf.transformer import load_model
@@ -644,7 +644,7 @@ SETTINGS = {
     "QLoRA": Settings(1, adapter_rank=16, four_bit=True),
 }
 for way, settings in SETTINGS.items():
-    told = answer(llama, 1, gpu_memory("24gb"), state="mixed", base=settings)
+    told = fits.answer(llama, 1, fits.gpu_memory("24gb"), state="mixed", base=settings)
     print(f"{way:12}{told.splitlines()[3]}")
 
 # %% [markdown]
@@ -925,8 +925,8 @@ print(list(own)[:2], f"and {len(own) - 2} more of {len(weights)} tensors")
 
 # %% [markdown]
 # labcode's checkpoints hold just these, and are read again on any number of ranks. `python -m labcode.run.export RUN
-# DIR --adapter` writes `adapter_model.safetensors` and `adapter_config.json`, as `peft` reads them. `peft` is not among
-# what this course installs; the test that reads them with `peft` itself is left out where it is missing.
+# DIR --adapter` writes `adapter_model.safetensors` and `adapter_config.json`, as `peft` reads them. A test of the course lets `peft`
+# itself read such a folder: what it computes is what the merged weights compute, to 1e-12.
 #
 # **Takeaway: one flat parameter has one dtype and one requires_grad. Per-parameter sharding has neither problem. The
 # optimizer gets the adapters alone, and so does the checkpoint.**

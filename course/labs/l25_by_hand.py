@@ -2,7 +2,6 @@
 
 from labcode.comm.collectives import copy_to
 from labcode.comm.collectives import reduce_from
-from labcode.perf.fits import answer
 from torch import nn
 import torch
 import torch.distributed as dist
