@@ -33,9 +33,11 @@ ELSEWHERE = {
     "submit": "python -m labcode.slurm submit",
     "perf": "python -m labcode.perf",
     "plan": "python -m labcode.perf plan",
+    "fits": "python -m labcode.perf fits",
     "doctor": "python -m labcode.doctor",
     "lab": "make lab",
     "version": "python -m labcode.doctor",
+    "help": f"{PROGRAM} --help",
     "next": PROGRAM,
     "progress": PROGRAM,
     "status": PROGRAM,
@@ -47,7 +49,7 @@ def main(arguments: list[str] | None = None, start: Path | None = None) -> int:
     """The command line; returns the exit code.
 
     Args:
-        arguments: Without the program's name; None: those of this process.
+        arguments: Arguments without the program's name; None: those of this process.
         start: Where to look for the notebooks first; None: here.
     """
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, epilog=EPILOG)
@@ -196,7 +198,8 @@ def way(words: list[str], folder: Path) -> list[str]:
         ValueError: There is no such way, or the choice cannot be kept.
     """
     if words:
-        name = None if words == ["off"] else words[0]
+        word = words[0].casefold()
+        name = None if word == "off" else word
         try:
             catalog.choose_way(name, folder)
         except OSError as error:

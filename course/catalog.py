@@ -125,6 +125,17 @@ WAYS: dict[str, Way] = {
             "24": (1, 2, 3, 5, 6, 7),
         },
     ),
+    "fine-tuning": Way(
+        "Fine-tuning on many GPUs: pairs, packed rows, LoRA, sharded and cut",
+        {
+            "00": (1, 2),
+            "01": (1, 2),
+            "04": (1, 4, 6),
+            "09": (1, 2),
+            "13": (1,),
+            "25": (),
+        },
+    ),
     "rewards": Way(
         "Reinforcement learning: weights from those who train to those who generate",
         {
@@ -179,9 +190,9 @@ class Section(NamedTuple):
 
     Args:
         number: Number of its heading; None for what comes after the last numbered one.
-        title: Without number and time.
+        title: Title without number and time.
         is_optional: Whether no other lesson needs it.
-        minutes: That a learner needs.
+        minutes: Minutes that a learner needs.
         exercises: The numbers of those that check themselves, in order.
     """
 
@@ -226,7 +237,7 @@ class Need(NamedTuple):
     """Sections of another lesson that must come before.
 
     Args:
-        lesson: Its number.
+        lesson: Number of the lesson.
         sections: Sections of that lesson.
         of: The sections that need them; None: all.
     """
@@ -310,7 +321,7 @@ class Lesson(NamedTuple):
         exercises: The numbers of those that check themselves, in order.
         notebook: The student notebook.
         needs: What must come before, "lesson 00 (section 1)."; "" where the lesson does not say.
-        sections: With their times.
+        sections: Sections with their times.
     """
 
     number: str
@@ -591,7 +602,7 @@ def what_follows(exercise: str, folder: Path) -> Follows | None:
     """Where the way goes on after the section of an exercise that has passed.
 
     Args:
-        exercise: Its number, "4.2".
+        exercise: Number of the exercise, "4.2".
         folder: Folder of the student notebooks.
 
     Returns:

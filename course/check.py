@@ -92,7 +92,7 @@ def check(exercise: str = "", *answers: Any) -> None:
     with the words of the exercise, and noted for `python -m labcode`.
 
     Args:
-        exercise: Its number, "1.2".
+        exercise: Number of the exercise, "1.2".
         answers: What the exercise asks for, and what its check needs besides, such as ranks.
     """
     try:
@@ -186,7 +186,7 @@ def _calls_of(lesson: str, folder: Path) -> dict[str, str]:
 
     Args:
         lesson: "4".
-        folder: In which the notebook runs.
+        folder: Folder in which the notebook runs.
     """
     for place in (folder, catalog.BESIDE_THE_LIBRARY):
         for notebooks in (place.parent / "solutions", place):
@@ -280,7 +280,7 @@ def yours(exercise: str, otherwise: Any) -> Any:
     """What the learner wrote for an exercise, for cells that go on with it; says which one it is.
 
     Args:
-        exercise: Its number, "1.2".
+        exercise: Number of the exercise, "1.2".
         otherwise: What is used where the exercise has not been checked as right in this kernel.
     """
     if exercise in _right:
@@ -311,7 +311,7 @@ def hint(exercise: str | float | None = None, number: int | None = None) -> None
     """Show the next hint for an exercise; after the last one say that there is no further one.
 
     Args:
-        exercise: Its number, "1.2"; None: the one that was checked last, if it is open.
+        exercise: Number of the exercise, "1.2"; None: the one checked last, if it is open.
         number: Which hint to show, from 1; None: the next one.
     """
     if exercise is None and not _unsolved:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from course import show
-from labcode.runtime.units import seconds, si
+from labcode.runtime.units import seconds, si, type_in_words
 
 EXACT_REL = 1e-9  # what rounding may do to a float that is meant to be exact
 LARGEST = 10**300
@@ -119,7 +119,7 @@ def _kind(value: Any) -> str:
         return "text"
     if _is_number(value):
         return "a number"
-    return "a list" if _is_list(value) else f"a {type(value).__name__}"
+    return "a list" if _is_list(value) else type_in_words(value)
 
 
 def _is_one_of(answer: Any, options: Collection[str]) -> bool:

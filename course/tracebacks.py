@@ -115,7 +115,7 @@ def place_in_file(error: BaseException, file: str) -> str:
     """Where in a function of a script of the learner's an error was raised, on a rank.
 
     Args:
-        error: With the rank's traceback as its note.
+        error: Error with the rank's traceback as its note.
         file: The script's name, without its folder.
 
     Returns:

@@ -51,7 +51,7 @@ class Course(NamedTuple):
 
     Args:
         root: The folder of the course.
-        lessons: In order.
+        lessons: Lessons in order.
         terms: Terms of the glossary.
         modules: Modules of the library.
     """

@@ -29,8 +29,8 @@ class Module(NamedTuple):
     Args:
         name: "labcode.comm.grid"; that of a folder for its `__init__.py`.
         package: The folder, "labcode.comm".
-        file: From the root of the course.
-        tree: Its syntax tree.
+        file: Path from the root of the course.
+        tree: Syntax tree of the module.
     """
 
     name: str
@@ -192,7 +192,7 @@ def described(docstring: str, level: int = 0) -> list[str]:
     """A docstring in Google's style as lines of Markdown with field lists.
 
     Args:
-        docstring: Without its indentation.
+        docstring: Docstring without its indentation.
         level: Not 0: the docstring of a module, whose "Args:" is prose.
     """
     lines: list[str] = []

@@ -45,10 +45,10 @@ class Entry(NamedTuple):
     """A section that can be found.
 
     Args:
-        kind: Its place in `KINDS`.
+        kind: Place of the kind in `KINDS`.
         title: Title of its page and its own.
-        href: Where it begins.
-        text: Its prose.
+        href: Address at which it begins.
+        text: Prose of the entry.
         terms: What it explains: the forms of a term of the glossary, and what a lesson emphasises,
             in small letters; the names that a module defines, with the class before a method.
         parts: The headings below its own, without the numbers of exercises.
@@ -69,7 +69,7 @@ def entries(
 
     Args:
         root: Root folder of the course.
-        lessons: In order.
+        lessons: Lessons in order.
         guide: {name of a page: its Markdown}.
         terms: Terms of the glossary.
         known: The modules of the library.

@@ -31,11 +31,11 @@ class Lesson(NamedTuple):
     Args:
         number: "04".
         stem: The name of its files without the ending.
-        title: Without the number.
+        title: Title without the number.
         minutes: What a learner needs.
         needs: The numbers of the lessons that must come before its core sections.
         part: The part of the course.
-        sections: With their times.
+        sections: Sections with their times.
         needed: Which sections of these lessons, and by which of its own.
     """
 

@@ -42,7 +42,7 @@ class Headline(NamedTuple):
 
     Args:
         stem: The name of its notebooks, without the ending.
-        title: Its first heading without the number, "Tensor parallel".
+        title: First heading without the number, "Tensor parallel".
         minutes: What a learner needs; None where it does not say.
     """
 

@@ -56,7 +56,7 @@ class Key(NamedTuple):
     """A figure of a lesson.
 
     Args:
-        lesson: Its number.
+        lesson: Number of the lesson.
         function: The function of `plot` that draws it.
         needs: Names that the cell of the figure uses, beside `plot`.
         which: Which of the cells that call the function, counted from 0.

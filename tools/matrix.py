@@ -132,7 +132,7 @@ def read(python: str, torch: str, folder: Path = REPORTS) -> Row:
     Args:
         python: Such as "3.12".
         torch: Such as "2.13.0".
-        folder: With the reports of pytest.
+        folder: Folder with the reports of pytest.
 
     Returns:
         The row.

@@ -57,7 +57,7 @@ class Schedule(NamedTuple):
         title: "Half a day".
         aim: What the learners can do afterwards, and for whom it is.
         unit: What a row of the table is, such as "week".
-        minutes: That a unit has for lessons, without breaks.
+        minutes: Minutes that a unit has for lessons, without breaks.
         units: The lessons of each unit, and their sections, as in `course.catalog.WAYS`.
         skip: What to leave out where time runs short.
     """

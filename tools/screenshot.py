@@ -104,11 +104,11 @@ def shoot(
     """Scroll to the cell whose source holds `text` and save what is on the screen as a PNG.
 
     Args:
-        notebook: Its path from the root of the course.
+        notebook: Path from the root of the course.
         text: What only this cell holds.
-        picture: Where to write the PNG.
+        picture: Path of the PNG to write.
         scale: Dots of the screen for each pixel of the page.
-        dark: In the dark theme.
+        dark: Whether to use the dark theme.
         width: Width of the window, in pixels of the page.
     """
     from playwright.sync_api import sync_playwright

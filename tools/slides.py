@@ -44,10 +44,10 @@ class Section(NamedTuple):
     """What a section of a lesson gives to its slide.
 
     Args:
-        heading: With its number, "2. Columns, then rows".
+        heading: Heading with its number, "2. Columns, then rows".
         text: All prose of the section, without what is for the instructor.
-        takeaways: Its sentences to remember.
-        figures: Its pictures, each (PNG in base64, alternative text).
+        takeaways: Sentences to remember.
+        figures: Pictures, each (PNG in base64, alternative text).
         notes: What it tells the instructor.
     """
 

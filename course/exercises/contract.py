@@ -63,7 +63,7 @@ class Mistake:
     Args:
         hint: What they are told; its braces are fields of what was seen.
         like: Examples of it, each a change of the solution's text, or several changes.
-        when: Its sign; None: the answer gives what an example gives.
+        when: Sign of the mistake; None: the answer gives what an example gives.
     """
 
     def __init__(self, hint: str, *like: Example, when: Sign | None = None) -> None:

@@ -23,7 +23,7 @@ from course.exercises.in_notebook import OURS
 from course.exercises.simulated import Endless, Event, Mismatch, Outcome, Stuck, simulate
 from course.pool.ranks import RankError, Ranks
 from labcode.comm.grid import group_of
-from labcode.runtime.units import plural, ranks_text
+from labcode.runtime.units import plural, ranks_text, type_in_words
 from labcode.runtime.waits import EVERY_RANK, broken_rule
 
 TOLERANCE = 1e-9
@@ -92,7 +92,7 @@ def diagnose(
         found: What the answer gave.
         truth: What is right, of the same shape.
         table: As for `refuse`.
-        otherwise: For any other result; {off} is its relative distance.
+        otherwise: Hint for any other result; {off} is its relative distance.
         tolerance: Relative distance that is rounding.
     """
     off = distance(found, truth)
@@ -143,7 +143,7 @@ def tensor(value: Any, shape: Sequence[int] | None = None, what: str = "it retur
     if value is None:
         raise Hint(RETURNED_NONE)
     if not isinstance(value, torch.Tensor):
-        raise Hint(f"{what} a {type(value).__name__}, expected is one tensor")
+        raise Hint(f"{what} {type_in_words(value)}, expected is one tensor")
     if shape is not None and tuple(value.shape) != tuple(shape):
         raise Hint(f"{what} a tensor of shape {list(value.shape)}, expected is {list(shape)}")
 
@@ -151,11 +151,7 @@ def tensor(value: Any, shape: Sequence[int] | None = None, what: str = "it retur
 def sequence(value: Any, wanted: str) -> None:
     """See that a value is a list or a tuple, as `wanted` says; a tensor is none."""
     if not isinstance(value, list | tuple):
-        raise Hint(f"return {wanted}, not {_article(type(value).__name__)}")
-
-
-def _article(name: str) -> str:
-    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
+        raise Hint(f"return {wanted}, not {type_in_words(value)}")
 
 
 # ---- runs
@@ -243,7 +239,6 @@ def in_groups(
     work: Callable[..., Any],
     *args: Any,
     judge: Callable[[list[Any], Outcome, Sequence[int]], None] | None = None,
-    groups: Sequence[Sequence[int]] = GROUPS,
     **options: Any,
 ) -> Outcome:
     """Run `work(group, *args)` on all simulated ranks, then on more, and then on some of them.
@@ -252,15 +247,13 @@ def in_groups(
         work: Called on the ranks of a group; it may raise hints, which need to name no rank.
         args: What else it is given.
         judge: Given the results of a group in its order, the outcome, and the group's members.
-        groups: Ranks of the world; all ranks come first, so that a fault that only a part of them
-            shows is known to be one.
         options: Options of `simulate`.
 
     Returns:
         The outcome of the last group.
     """
     outcome = None
-    for number, members in enumerate(groups):
+    for number, members in enumerate(GROUPS):
         size = max(4, len(members))
         outcome = simulate(size, _on_members, members, work, args, **options)
         try:
@@ -273,7 +266,7 @@ def in_groups(
             text = _by_number_in_group(reason(error), members)
             stop = "" if text.endswith((".", "?", "!")) else "."
             raise Hint(
-                f"with {ranks_text(groups[0])} it is right; in the group of "
+                f"with {ranks_text(GROUPS[0])} it is right; in the group of "
                 f"{ranks_text(members)}: {text}{stop} {STILL_THE_WORLD}"
             ) from None
     assert outcome is not None
@@ -300,10 +293,9 @@ def confirm_in_group(
     outcome: Outcome,
     work: Callable[..., Any],
     *args: Any,
-    groups: Sequence[Sequence[int]] = GROUPS,
 ) -> str:
     """Like `confirm`, after `in_groups`: the last group once more, on real ranks."""
-    return confirm(ranks, outcome, _on_members, groups[-1], work, args)
+    return confirm(ranks, outcome, _on_members, GROUPS[-1], work, args)
 
 
 def confirm(
@@ -319,7 +311,7 @@ def confirm(
         ranks: The pool; without one nothing is run.
         outcome: Outcome of the same call on simulated ranks.
         work: The work as it was simulated.
-        args: Its arguments after the rank.
+        args: Arguments after the rank.
         tolerance: Relative distance that is rounding: sums are added in another order.
 
     Returns:

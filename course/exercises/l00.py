@@ -13,13 +13,14 @@ from course.exercises.expect import careless, confirm, diagnose, plural, refuse,
 from course.exercises.in_notebook import bounded
 from course.exercises.simulated import Outcome, simulate
 from course.pool.ranks import Ranks
+from labcode.runtime.units import type_in_words
 
 
 def _kind_of(value: Any) -> str:
     """What a function returned, in words."""
     if isinstance(value, (int, str)):
         return repr(value)
-    return f"a {type(value).__name__}"
+    return type_in_words(value)
 
 
 # ---- 0.1
@@ -194,9 +195,8 @@ def _check_mean(outcome: Outcome, number: int) -> None:
         ),
         f"the ranks disagree: they returned {returned}. What do you divide by, and is it the same "
         "on every rank?": total / own_counts,
-        f"the ranks disagree: they returned {returned}": (
-            not torch.allclose(found, found[0], ROUNDED, 0)
-        ),
+        f"the ranks disagree: they returned {returned}. Does every rank get each number that it "
+        "computes with from all of them?": (not torch.allclose(found, found[0], ROUNDED, 0)),
     }
     refuse(mistakes, "", found, ROUNDED)
     num_places = len(of_ranks) * int(own_counts.max())

@@ -28,7 +28,7 @@ from labcode.comm import ring
 from labcode.runtime.units import listed
 
 
-def _by_messages(calls: Sequence[Event], use: str) -> dict[str, Any]:
+def _message_mistakes(calls: Sequence[Event], use: str) -> dict[str, Any]:
     """The mistakes of code that should do with messages between two ranks, as rows of a table."""
     others = [one.kind for one in calls if one.kind not in ("send", "recv")]
     first = others[0] if others else ""
@@ -100,7 +100,7 @@ def _check_passed_on(outcome: Outcome, p: int) -> None:
         senders = {one.peer for one in outcome.of(rank, "recv")}
         in_returned = isinstance(returned, Tensor) and returned.tolist() == first
         mistakes = {
-            **_by_messages(outcome.of(rank), use="send and recv"),
+            **_message_mistakes(outcome.of(rank), use="send and recv"),
             "what is returned is rank 0's tensor, but x is not: receive into x itself": (
                 held != first and in_returned
             ),
@@ -181,7 +181,7 @@ def _check_half(
         right = _sum_of_chunk(p, own, length)
         is_new = chunks[own] is not tensors[own] and torch.equal(chunks[own], right)
         mistakes = {
-            **_by_messages(calls, use="exchange, send and recv"),
+            **_message_mistakes(calls, use="exchange, send and recv"),
             "nothing was sent: call exchange in each step": not calls,
             f"chunks[{own}] has the right numbers, but it is a new tensor: write into the one that "
             "was there, with += or copy_, or the large tensor of exercise 1.2 will not change": (
@@ -244,7 +244,7 @@ def _check_reduced(results: list[Reduced], outcome: Outcome, members: Sequence[i
         case = f"on rank {rank}: "
         sends = outcome.of(rank, "send")
         before, x, returned = results[number]
-        refuse(_by_messages(outcome.of(rank), use="exchange, send and recv"), case)
+        refuse(_message_mistakes(outcome.of(rank), use="exchange, send and recv"), case)
         is_returned = returned is not None and torch.equal(returned.flatten(), right.flatten())
         mistakes = {
             "what is returned is the sum, but x is not: the sum must be written into x itself": (
@@ -338,7 +338,7 @@ def _check_spread(
         of = "its own tensor" if source == number else f"the tensor of number {source:g}"
         is_root = number == root
         mistakes = {
-            **_by_messages(outcome.of(rank), use="send and recv"),
+            **_message_mistakes(outcome.of(rank), use="send and recv"),
             "what is returned is the root's tensor, but x is not: receive into x itself": (
                 source != root and in_returned == FIRST + root
             ),

@@ -25,6 +25,7 @@ from course.labs import l02_by_hand, l02_weather
 from course.labs.l02_job import Job
 from labcode.measure.ranges import StepRanges
 from labcode.models import vit
+from labcode.runtime.units import type_in_words
 
 # ---- 2.1
 
@@ -178,16 +179,9 @@ def _check_part_is_context(timer: Timer) -> None:
         )
     if not hasattr(part, "__enter__"):
         raise Hint(
-            f"`part` gave {_kind(part)}, which `with` cannot use: does "
+            f"`part` gave {type_in_words(part)}, which `with` cannot use: does "
             "`@contextlib.contextmanager` still stand above it?"
         )
-
-
-def _kind(value: Any) -> str:
-    """What a value is, in words: "an int", "a generator"."""
-    name = type(value).__name__
-    article = "an" if name[0] in "aeiou" else "a"
-    return f"{article} {name}"
 
 
 def _refuse_dots(function: Callable[..., Any]) -> None:

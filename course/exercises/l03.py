@@ -89,9 +89,11 @@ def _check_linear_layer(
 
 
 def _check_shortest(answer: Callable[..., Any], flops: float, num_bytes: float) -> None:
-    rate, bandwidth = 2e9, 1e9
+    rate = 2e9
+    bandwidth = 1e9
     found = float(due(answer(flops, num_bytes, rate, bandwidth)))
-    compute_s, memory_s = flops / rate, num_bytes / bandwidth
+    compute_s = flops / rate
+    memory_s = num_bytes / bandwidth
     mistakes = {
         "both happen at the same time, so they do not add up": compute_s + memory_s,
         "the device is ready when the slower of the two is": min(compute_s, memory_s),
@@ -302,7 +304,7 @@ def blockwise(
         block: Keys at a time.
         mistake: One of the mistakes that people make with the sums; "" is right.
         scale: Scale of the scores; None: 1/sqrt(width).
-        num_keys: Those that are seen; None: all.
+        num_keys: Number of keys that are seen; None: all.
 
     Source: Dao et al. 2022 (arXiv:2205.14135), algorithm 1.
     Held by: tests/unit/test_l03_labs.py

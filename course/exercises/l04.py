@@ -133,9 +133,9 @@ def _check_mean(
         case: What a hint begins with.
         rank: Rank in the world.
         p: Size of its group.
-        result: Its own gradient, and that afterwards.
-        mean: Over its group.
-        of_world: Over all ranks.
+        result: The rank's own gradient, and the one afterwards.
+        mean: Mean over its group.
+        of_world: Mean over all ranks.
         right: The ranks of the group that have the mean.
     """
     own, found = result
@@ -253,8 +253,8 @@ class _Accumulated(NamedTuple):
     Args:
         before: The gradient of the step before, which was still there.
         share: The gradient of its own share.
-        last: That of the last micro-batch.
-        found: Its gradient afterwards.
+        last: Gradient of the last micro-batch.
+        found: Gradient afterwards.
     """
 
     before: torch.Tensor
@@ -564,7 +564,7 @@ class _Reference:
 
     Attributes:
         losses: Mean loss of each epoch.
-        weights: By name, at the end.
+        weights: Weights by name, at the end.
     """
 
     def __init__(

@@ -251,7 +251,8 @@ def _check_epochs(case: str, found: list[_Epoch], expected: range) -> None:
 def _check_same_training(pair: list[_Epoch], alone: list[_Epoch]) -> None:
     """Two ranks see the validation set once, and train as one rank does."""
     case = "on 2 ranks: "
-    first, reference = pair[0], alone[0]
+    first = pair[0]
+    reference = alone[0]
     more = first.count > reference.count
     counted = (
         f"{first.count} samples were counted for validation, and on one rank {reference.count}: "

@@ -29,6 +29,7 @@ from course.labs import l05_by_hand
 from course.pool.ranks import Ranks
 from labcode.models.gpt import loss as gpt_loss
 from labcode.parallel.data import Bucket, make_buckets
+from labcode.runtime.units import type_in_words
 
 BUCKET_MB = 0.01  # cuts the small GPT into several buckets
 NUM_STEPS = 3
@@ -61,7 +62,7 @@ def _check_mean(
         case: What a hint begins with.
         own: The rank's own gradient.
         found: What is in `.grad`.
-        mean: Over the group.
+        mean: Mean over the group.
         of_world: Mean over all ranks.
     """
     of_weights = small_gpt.weights(small_gpt.model())
@@ -648,7 +649,7 @@ def _compress(
         future = due(hook(group, bucket=bucket))
     if not isinstance(future, torch._C.Future):
         raise Hint(
-            f"it returned a {type(future).__name__}: DDP expects a Future, which says later what "
+            f"it returned {type_in_words(future)}: DDP expects a Future, which says later what "
             "the mean is"
         )
     found = future.wait()

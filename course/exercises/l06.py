@@ -28,6 +28,7 @@ from course.pool.ranks import Ranks
 from labcode.parallel.local import OuterOptimizer
 from labcode.run import sweep_table
 from labcode.run.sweep_table import DIVERGED, FAILED, Row
+from labcode.runtime.units import type_in_words
 from labcode.train import noise_scale
 
 ROUNDED = 1e-6  # numbers may have been float32 on their way
@@ -58,7 +59,7 @@ def _pair(found: Any, names: str) -> tuple[float, float]:
         raise Hint(f"return two numbers: {names}")
     for value in due(*found):
         if not isinstance(value, int | float | np.floating | Tensor):
-            raise Hint(f"return numbers, {names}, not a {type(value).__name__}")
+            raise Hint(f"return numbers, {names}, not {type_in_words(value)}")
     return float(found[0]), float(found[1])
 
 
@@ -372,7 +373,7 @@ def _swept(answer: Callable[..., Any], runs: _Runs, table: Table) -> Any:
 def _check_best(best: Any) -> None:
     """{batch: (rate, steps)} of the best run of each batch."""
     if not isinstance(best, Mapping):
-        raise Hint(f"return a dict, {{batch: (rate, steps)}}, not a {type(best).__name__}")
+        raise Hint(f"return a dict, {{batch: (rate, steps)}}, not {type_in_words(best)}")
     never = "no run with batch 64 reaches the target: leave that batch out, here it has"
     refuse({f"{never} {best.get(64)!r}": 64 in best})
     for batch, expected in BEST.items():
@@ -521,7 +522,8 @@ def _check_overfits(row: Row) -> None:
 
 # ---- 6.7
 
-LR, MOMENTUM = (0.7, 0.9)
+LR = 0.7
+MOMENTUM = 0.9
 ROUNDS = 3
 
 
@@ -587,8 +589,8 @@ def _first_mistakes(common: Tensor, before: Tensor, gone: Tensor, p: int) -> dic
     """The slips that show in the first round, where the velocity is the outer gradient.
 
     Args:
-        common: Where all copies began.
-        before: Where this rank's copy was before the step.
+        common: Weights that all copies began with.
+        before: Weights of this rank's copy before the step.
         gone: The outer gradient.
         p: Number of copies.
     """
@@ -614,7 +616,7 @@ def _first_mistakes(common: Tensor, before: Tensor, gone: Tensor, p: int) -> dic
 def outer_step(answer: Any, ranks: Ranks | None = None) -> str:
     """The learner's class with `step()`, on all ranks and on three of them."""
     if not inspect.isclass(due(answer)):
-        raise Hint(f"a class is asked for, not a {type(answer).__name__}")
+        raise Hint(f"a class is asked for, not {type_in_words(answer)}")
     outcome = in_groups(_meet, answer, judge=_check_met, ours=OURS)
     return confirm_in_group(ranks, outcome, _meet, answer)
 

@@ -361,7 +361,7 @@ def _noted_weights(answer: Any, values: list[torch.Tensor]) -> float:
     return next(iter(seen.weights))
 
 
-class _OfTheLoopError(Exception):
+class _LoopError(Exception):
     """What a training loop raises inside the block."""
 
 
@@ -371,8 +371,8 @@ def _check_errors_let_out(answer: type) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     try:
         with answer(model, optimizer):
-            raise _OfTheLoopError
-    except _OfTheLoopError:
+            raise _LoopError
+    except _LoopError:
         return
     raise Hint(
         "an error that the training raised inside the block has vanished: what does __exit__ "

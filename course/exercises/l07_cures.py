@@ -26,6 +26,7 @@ from course.labs.l07_clinic import Examined
 from course.labs.l07_patients import same_order
 from course.pool.answers import RankError
 from course.pool.ranks import Ranks
+from labcode.runtime.units import type_in_words
 
 NUMBER_REL = 1e-5  # of a number that a script returns: right cures round differently
 END_REL = 1e-7  # of the sum of 18,624 weights: another order of the samples moves it by 1e-6
@@ -132,7 +133,7 @@ def _in_training(one: Examined, other: Examined) -> dict[str, bool]:
     is_number = isinstance(one.number, (int, float)) and not isinstance(one.number, bool)
     mistakes = {
         RETURNED_NONE: one.number is None,
-        f"it returned a {type(one.number).__name__}, expected is a number": not is_number,
+        f"it returned {type_in_words(one.number)}, expected is a number": not is_number,
         f"it made {one.steps} optimizer steps, and the healthy run {other.steps}: a cure leaves "
         "all that is not ill as it is": one.steps != other.steps,
         f"the seed is {one.seed}, and in the healthy run {other.seed}: ranks may draw different "

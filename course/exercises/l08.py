@@ -31,7 +31,7 @@ from labcode.comm.grid import Grid
 from labcode.config import GPTConfig
 from labcode.perf.alpha_beta import COLLECTIVES, bytes_sent
 from labcode.recipes import gpt_shape
-from labcode.runtime.units import si
+from labcode.runtime.units import si, type_in_words
 from labcode.topology import AXES, GridShape
 
 ORDERS = ["-".join(order) for order in itertools.permutations(AXES)]
@@ -274,7 +274,7 @@ def _connect(
     kept = due(connect(rank, groups_of))
     refuse(_changed("groups_of", groups_of, groups_on(rank)))
     if not isinstance(kept, Mapping):
-        raise Hint(f"it returned a {type(kept).__name__}; give a dictionary {{axis: group}}")
+        raise Hint(f"it returned {type_in_words(kept)}; give a dictionary {{axis: group}}")
     here().note("connected")
     for axis in ORDER_ON_RANK[0]:
         _check_own(rank, axis, kept)

@@ -137,7 +137,7 @@ def _step(
 
     Args:
         answer: Called with the arguments and the others.
-        arguments: By name.
+        arguments: Arguments by name.
         others: No tensors.
         grad_y: Gradient of the output.
         about_shape: What is said of a wrong shape of the output.
@@ -226,14 +226,16 @@ def _check_pair(
         case = f"on rank {rank}: {name}: "
         refuse(careless(outcome.of(rank)), case)
         if name == "CopyTo":
-            y, grad_x = found.x, sum_grad
+            y = found.x
+            grad_x = sum_grad
             forward = {"forward is the identity, nothing travels": sum_x}
             backward = {
                 "backward hands on this rank's own part; the paths through the other ranks are "
                 "missing": found.grad_y
             }
         else:
-            y, grad_x = sum_x, found.grad_y
+            y = sum_x
+            grad_x = found.grad_y
             forward = {"forward has to sum over the ranks": found.x}
             backward = {
                 f"backward sums as well, every gradient below is {len(members)} times too long: "
@@ -267,7 +269,7 @@ def copy_and_reduce(f: Any, g: Any, ranks: Ranks | None = None) -> str:
 
     Args:
         f, g: Called as `apply(x, group)`.
-        ranks: For the last run.
+        ranks: Ranks for the last run.
     """
     said = ""
     for name, function in (("CopyTo", f), ("ReduceFrom", g)):
@@ -784,7 +786,7 @@ def vocabulary_loss(loss: Callable[..., Any], ranks: Ranks | None = None) -> str
     Args:
         loss: `loss(logits, targets, first, group)`: [T, columns] own logits, [T] targets, the
             number of the first own column, the group.
-        ranks: For the last run.
+        ranks: Ranks for the last run.
     """
     for level in LEVELS:
         judge = functools.partial(_check_loss, level)

@@ -414,7 +414,7 @@ def _wrong_outputs(
     Args:
         out: What it has given.
         number: Number of the rank.
-        own: Its part of the sequence.
+        own: The rank's part of the sequence.
         whole: The sequence.
         missing_bytes: How many more it would have to send.
     """

@@ -36,7 +36,7 @@ from labcode.comm.grid import Grid
 from labcode.parallel.pipeline import Pipeline
 from labcode.perf.pipeline import StageTimes, Timeline, peak_microbatches
 from labcode.perf.pipeline import simulate as timeline
-from labcode.runtime.units import ranks_text
+from labcode.runtime.units import ranks_text, type_in_words
 from labcode.schedules import Action, Actions, check_schedule, schedule
 from labcode.topology import GridShape
 
@@ -67,7 +67,7 @@ def _check_list_of_actions(case: str, actions: Any) -> None:
     """What one rank was given, or the first of its entries that is no action."""
     what = "give a list of Action(kind, stage, microbatch)"
     if not isinstance(actions, list):
-        raise Hint(f"{case}a {type(actions).__name__}: {what}")
+        raise Hint(f"{case}{type_in_words(actions)}: {what}")
     others = [one for one in actions if not isinstance(one, Action)]
     if others:
         raise Hint(f"{case}the entry {str(others[0])[:40]!r}, which is no Action: {what}")
@@ -203,9 +203,9 @@ class _WatchedStage(Stage):
         m: How often it may be called.
 
     Attributes:
-        seen: Its inputs, call by call.
+        seen: Inputs of the stage, call by call.
         went_back: Numbers of the calls, in the order in which backward went through them.
-        overwritten: Those whose input had changed by then.
+        overwritten: Calls whose input had changed by then.
         outputs: What the calls gave, as long as the learner holds it.
     """
 
@@ -586,8 +586,8 @@ class _MicroBatch(NamedTuple):
     """One that has gone forward.
 
     Args:
-        x: Its input.
-        y: Its output.
+        x: Input of the stage.
+        y: Output of the stage.
         later: The list that it was given.
         grad: What its backward is given.
     """
@@ -690,7 +690,7 @@ def _weight_half(weight: nn.Parameter, later: list[Callable[[], Any]]) -> Tensor
     (function,) = later
     if not callable(function):
         raise Hint(
-            f"`later` holds a {type(function).__name__}: put a function there that computes the "
+            f"`later` holds {type_in_words(function)}: put a function there that computes the "
             "gradient when it is called"
         )
     is_first = weight.grad is None

@@ -261,7 +261,7 @@ def reference(
         first: The step that it begins with.
         steps_taken: How many steps the optimizer makes; None: all.
         forgets_at: Before this step the optimizer loses its state.
-        max_norm: To which gradients are clipped.
+        max_norm: Norm to which gradients are clipped.
         loss_scale: Factor of the loss of each micro-batch.
         micro_batches: Which of them it reads.
         zero: Whether gradients are set to zero before a step.
@@ -276,7 +276,8 @@ def reference(
             optimizer.zero_grad()
         tokens = lab.tokens_of(step)
         for number in micro_batches:
-            inputs, targets = tokens[number, :, :-1], tokens[number, :, 1:]
+            inputs = tokens[number, :, :-1]
+            targets = tokens[number, :, 1:]
             (gpt_loss(model(inputs), targets) * loss_scale).backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()

@@ -229,7 +229,7 @@ def own_script(text: str, lab: Lab) -> None:
 
     Args:
         text: Text of the script.
-        lab: Where it runs.
+        lab: Lab that it runs in.
     """
     script = _silent(text)
     for launch in script.trainings:
@@ -300,7 +300,7 @@ def lasting_script(text: str, lab: Lab) -> None:
 
     Args:
         text: Text of the script.
-        lab: Where it runs.
+        lab: Lab that it runs in.
     """
     script = _silent(text)
     _check_request(script, ranks_per_node=1)

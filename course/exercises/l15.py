@@ -25,6 +25,7 @@ from labcode.config import GPTConfig
 from labcode.perf.alpha_beta import Link
 from labcode.perf.step import ClusterModel, DataParallel, iteration_parts
 from labcode.runtime import combinations
+from labcode.runtime.units import type_in_words
 from labcode.slurm.script.job import Job
 from labcode.topology import GridShape
 
@@ -611,7 +612,7 @@ def _filled_in(form: Any, name: str) -> Seen:
     """The numbers of a form and what follows from them; all GPUs are used, by the right batch."""
     refuse({f"{name} is None: give it the dict with your six numbers": form is None})
     if not isinstance(due(form), Mapping):
-        raise Hint(f"{name} is a {type(form).__name__}, not a dict")
+        raise Hint(f"{name} is {type_in_words(form)}, not a dict")
     missing = [name for name in SIZE + FIELDS if name not in form]
     unknown = [str(name) for name in form if name not in SIZE + FIELDS]
     tell(ANY_FORM, Seen(missing=", ".join(missing), unknown=", ".join(unknown)))

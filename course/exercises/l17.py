@@ -322,14 +322,14 @@ GRIDS: dict[str, tuple[tuple[int, ...], list[Box], list[Box]]] = {  # shape, wri
 }
 
 
-def reshard(reshard: Callable[..., Any]) -> None:
+def reshard(answer: Callable[..., Any]) -> None:
     """The learner's `reshard(box, written)`."""
     with without(l17_by_hand.reshard):
         for what, (shape, boxes, wanted) in GRIDS.items():
             whole = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
             for box in wanted:
                 case = f"{what}: the box at {box.offsets} of sizes {box.sizes}: "
-                _check_read(case, reshard, whole, boxes, box)
+                _check_read(case, answer, whole, boxes, box)
 
 
 def _check_read(
@@ -454,7 +454,7 @@ def _attempt(
     Args:
         train: It.
         folder: Folder of the checkpoints.
-        num_steps: Its argument.
+        num_steps: Number of steps, the argument of the function.
         die_before: Number of its own steps that it may make; None: all.
         die_in_save: In which of its saves it is killed, from 0; None: in none.
 

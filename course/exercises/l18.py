@@ -327,7 +327,7 @@ def _check_scale_of(
         amaxes: What was recorded, oldest first.
         length: Length of the history.
         largest: Where the largest amax of the history is to land, the margin below the end.
-        margin: In powers of two.
+        margin: Margin in powers of two.
     """
     try:
         found = due(own.scale())
@@ -616,7 +616,7 @@ class _Gathered(NamedTuple):
 
     Args:
         whole: The whole weight in e4m3, as float32.
-        scale: Its scale.
+        scale: Scale of the numbers.
     """
 
     whole: Tensor

@@ -190,7 +190,7 @@ class _Training:
         flags: What `update` was given.
         seen: What has happened at least once.
         dtypes: Dtypes of the logits.
-        gradients: That reached the optimizer, a row for each of its steps.
+        gradients: Gradients that reached the optimizer, a row for each of its steps.
         left: The gradients after each call of `step`.
         moved: How far the weights went in all.
     """

@@ -35,6 +35,7 @@ from course.pool.answers import RankError
 from course.pool.ranks import Ranks
 from labcode.debug import bisect, debug_config, moments, on_layers
 from labcode.debug.debug_config import ConfigBlock
+from labcode.runtime.units import type_in_words
 from labcode.topology import GridShape
 
 # ---- 19.1
@@ -146,7 +147,7 @@ def _measure(group: dist.ProcessGroup, answer: Callable[..., Any], case: str) ->
 
 def _numbers(found: Any) -> dict[str, float]:
     if not isinstance(found, Mapping):
-        raise Hint(f"return a dict, not a {type(found).__name__}")
+        raise Hint(f"return a dict, not {type_in_words(found)}")
     for name in STATISTICS:
         if name not in found:
             raise Hint(f"{name} is missing in the dict: it has {', '.join(map(str, found))}")
@@ -313,7 +314,7 @@ def mend(answer: Any, ranks: Ranks) -> None:
     """The learner's YAML, as text."""
     text = due(answer)
     if not isinstance(text, str):
-        raise Hint(f"give the YAML as text, not a {type(text).__name__}")
+        raise Hint(f"give the YAML as text, not {type_in_words(text)}")
     with tempfile.TemporaryDirectory(prefix="labcode-l19-") as folder:
         path = Path(folder) / "mend.yaml"
         chosen = _chosen_by(text, path, lab.LAYERS)
@@ -654,7 +655,7 @@ def _check_departure(
         raise Hint(f"{case}return (name, list of ranks), not {found!r}")
     name, blamed = found
     if name not in names:
-        shown = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
+        shown = repr(name) if isinstance(name, str) else type_in_words(name)
         raise Hint(f"{case}the first result must be the name of a tensor, not {shown}")
     if not isinstance(blamed, list | tuple | set):
         raise Hint(f"{case}give a list of ranks, not {blamed!r}")
@@ -716,7 +717,7 @@ def diagnosis(answer: Callable[..., Any]) -> None:
         given = dict(log)
         text = due(bounded(LOOP, answer, given))
         if not isinstance(text, str):
-            raise Hint(f"{case}return text, not a {type(text).__name__}")
+            raise Hint(f"{case}return text, not {type_in_words(text)}")
         mistakes = {
             "the log that was given has changed": given != log,
             f"the text is empty, and {next(iter(lost), '')} loses values": (

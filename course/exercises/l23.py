@@ -13,6 +13,7 @@ from course.exercises.expect import diagnose, distance, refuse, tensor, with_gap
 from course.exercises.in_notebook import without
 from course.labs import l23_experts as lab
 from labcode.models import moe
+from labcode.runtime.units import type_in_words
 
 ROUNDED = 1e-9  # float64, added in another order
 IN_FLOAT32 = 1e-6  # a count divided by a count is float32
@@ -47,7 +48,7 @@ def total_and_active(answer: Callable[..., Any]) -> None:
             shared=shared,
             others=draw.randint(10**6, 10**8),
         )
-        sizes = ", ".join(f"{field} = {size}" for field, size in model._asdict().items())
+        sizes = ", ".join(f"{field} = {size:,}" for field, size in model._asdict().items())
         case = f"with {sizes}: "
         with without(lab.total_and_active):
             found = due(answer(model))
@@ -61,11 +62,15 @@ def total_and_active(answer: Callable[..., Any]) -> None:
 def _count(case: str, found: Any, model: lab.Mixture, used: int) -> None:
     """See that a count is that of a model with `used` of its experts."""
     if isinstance(found, bool) or not isinstance(found, int | float):
-        raise Hint(f"return two numbers, not a {type(found).__name__}")
+        raise Hint(f"return two numbers, not {type_in_words(found)}")
     one = 3 * model.hidden_size * model.expert_ffn
     layers = model.moe_layers
     always = model.others + model.shared * layers * one
     other = model.top_k if used == model.experts else model.experts
+    if used == model.experts:
+        of_shared = "the parameters of the shared experts count too, in each layer"
+    else:
+        of_shared = "every token goes through the shared experts too"
     mistakes = {
         "that is the other of the two": float(always + layers * other * one),
         "what is not in the experts is missing": float(layers * (used + model.shared) * one),
@@ -79,8 +84,7 @@ def _count(case: str, found: Any, model: lab.Mixture, used: int) -> None:
             always + layers * (used * one + model.hidden_size * model.experts)
         ),
         "each layer has experts of its own": float(model.others + (used + model.shared) * one),
-        "every token goes through the shared experts too": model.shared > 0
-        and float(found) == float(model.others + layers * used * one),
+        of_shared: model.shared > 0 and float(found) == float(model.others + layers * used * one),
         "the shared experts stand in each layer as well": model.shared > 0
         and float(found) == float(model.others + (layers * used + model.shared) * one),
     }
@@ -202,7 +206,8 @@ def _see_loss(case: str, loss: Any, scores: Tensor, experts: Tensor) -> None:
     tensor(loss, what=f"{case}the loss is")
     if loss.numel() != 1:
         raise Hint(f"{case}the loss is of shape {list(loss.shape)}, expected is one number")
-    number, top_k = scores.shape[1], experts.shape[1]
+    number = scores.shape[1]
+    top_k = experts.shape[1]
     rows = torch.bincount(experts.flatten(), minlength=number).double()
     first = torch.bincount(experts[:, 0], minlength=number).double()
     f = rows / rows.sum()
@@ -352,7 +357,8 @@ def _see_bias(
     case: str, moved: Any, scores: Tensor, bias: Tensor, experts: Tensor, rate: float
 ) -> None:
     tensor(moved, bias.shape, what=f"{case}the new bias is")
-    number, top_k = scores.shape[1], experts.shape[1]
+    number = scores.shape[1]
+    top_k = experts.shape[1]
     rows = torch.bincount(experts.flatten(), minlength=number).double()
     first = torch.bincount(experts[:, 0], minlength=number).double()
     gap = rows.mean() - rows

@@ -347,7 +347,8 @@ class _LayerStep(NamedTuple):
 
 
 def _layer_step(group: dist.ProcessGroup, layer: Callable[..., Any], case: _Case) -> _LayerStep:
-    number, p = group.rank(), group.size()
+    number = group.rank()
+    p = group.size()
     whole = _whole(p, case)
     mine = slice(number * case.each, (number + 1) * case.each)
     given = {

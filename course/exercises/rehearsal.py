@@ -44,7 +44,7 @@ def rehearse(
     """Execute a script on simulated ranks, in a folder of their own, and call what it defines.
 
     Args:
-        source: Its text.
+        source: Text of the code.
         file: The name under which tracebacks know its lines.
         nproc: How many ranks.
         args: What `call` is given besides.

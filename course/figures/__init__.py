@@ -21,4 +21,5 @@ ring_attention.py  the ring of keys and values, its gradients, Ulysses       les
 attention.py     which rank computes which part of the causal mask         lesson 11
 jobs.py          who starts whom in a batch job; a job that lives twice    lesson 14
 nodes.py         the links between ranks that NCCL's log names             lesson 14
+tuning.py        documents in one row; an adapter beside its weight        lesson 25
 """

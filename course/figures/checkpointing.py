@@ -26,6 +26,7 @@ BACKWARD = PALETTE[4]
 INPUTS = "#444444"
 INSIDE = "#C9C9C9"
 MOST_LAYERS = 6  # narrower boxes cannot be read
+LAYER_NUMBERS = 16  # what a layer keeps, its input included, for each token and feature
 
 
 class Slot(NamedTuple):
@@ -34,7 +35,7 @@ class Slot(NamedTuple):
     Args:
         name: What the box says: F for forward, B for backward, and the layer.
         kind: "forward", "again" or "backward".
-        length: In units of one forward.
+        length: Length in units of one forward.
         inputs: Layer inputs that are kept while it ends, in numbers for each token and feature.
         inside: What is kept of the insides of layers then, in the same unit.
     """
@@ -67,15 +68,11 @@ def slots(num_layers: int, layer_numbers: int, checkpointed: bool) -> list[Slot]
 
 
 @figure
-def activation_checkpointing(
-    num_layers: int = 3, layer_numbers: int = 16, *, alt: str, title: str = ""
-) -> Picture:
+def activation_checkpointing(num_layers: int = 3, *, alt: str, title: str = "") -> Picture:
     """Forward and backward of some layers, everything kept and with checkpointing.
 
     Args:
         num_layers: Number of layers of the model.
-        layer_numbers: What a layer keeps, its input included, in numbers for each token and
-            feature.
         alt: What the figure shows.
         title: Above the figure.
 
@@ -86,12 +83,12 @@ def activation_checkpointing(
         raise ValueError(f"{num_layers} layers: at most {MOST_LAYERS} can be read in a row")
     picture = canvas(6.6, 4.3, alt=alt, rows=2)
     plans = {
-        "everything is kept": slots(num_layers, layer_numbers, checkpointed=False),
+        "everything is kept": slots(num_layers, LAYER_NUMBERS, checkpointed=False),
         "only the inputs are kept, the rest is computed again": slots(
-            num_layers, layer_numbers, checkpointed=True
+            num_layers, LAYER_NUMBERS, checkpointed=True
         ),
     }
-    top = num_layers * layer_numbers
+    top = num_layers * LAYER_NUMBERS
     for axes, (name, plan) in zip(picture.axes, plans.items()):
         _draw(axes, plan, top)
         axes.set_title(name, loc="left", fontsize=10)

@@ -14,6 +14,7 @@ TOUCHED = PALETTE[4]
 CROP = PALETTE[1]
 WHITE = "#FFFFFF"
 SHADED = "///"
+MAP = (180, 360)  # rows and columns
 
 
 @figure
@@ -22,7 +23,6 @@ def chunks(
     crop: Sequence[tuple[int, int]],
     *,
     alt: str,
-    shape: tuple[int, int] = (180, 360),
     title: str = "",
 ) -> Picture:
     """A map in chunks, once for each way to cut it; the chunks that a crop touches are shaded.
@@ -31,12 +31,11 @@ def chunks(
         cases: `{"label": (rows, columns) of a chunk}`.
         crop: (first, end) of its rows, and of its columns; the end is no longer in it.
         alt: What the figure shows.
-        shape: Rows and columns of the map.
         title: Above the figure.
     """
     picture = canvas(3.5 * len(cases), 2.75, alt=alt, columns=len(cases))
     for axes, (label, chunk) in zip(picture.axes, cases.items()):
-        touched = _draw(axes, shape, chunk, crop)
+        touched = _draw(axes, chunk, crop)
         axes.set_title(f"{label}: {touched} read", loc="left", fontsize=10)
         axes.set_xlabel("longitude")
     picture.axes[0].set_ylabel("latitude")
@@ -47,11 +46,9 @@ def chunks(
     return picture
 
 
-def _draw(
-    axes: Axes, shape: tuple[int, int], chunk: tuple[int, int], crop: Sequence[tuple[int, int]]
-) -> int:
+def _draw(axes: Axes, chunk: tuple[int, int], crop: Sequence[tuple[int, int]]) -> int:
     """The map, its chunks and the crop; returned is how many chunks it touches."""
-    num_rows, num_columns = shape
+    num_rows, num_columns = MAP
     height, width = chunk
     (top, bottom), (left, right) = crop
     touched = 0

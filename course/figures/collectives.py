@@ -98,7 +98,7 @@ class _Side:
     Args:
         title: "before" or "after".
         state: What the ranks hold.
-        start: Where its left edge stands.
+        start: Place of its left edge.
         cell: Width of a slot.
     """
 

@@ -109,7 +109,8 @@ def _line(axes: Axes, x: float, y: float, to_x: float, to_y: float, colour: str)
 
 def _expert(axes: Axes, number: int, ys: Sequence[float], colour: str) -> None:
     """An expert's box beside its rows, with arrows in and out."""
-    low, high = min(ys) - 0.24, max(ys) + 0.24
+    low = min(ys) - 0.24
+    high = max(ys) + 0.24
     patch = FancyBboxPatch((EXPERT_X - 0.85, low), 1.7, high - low)
     patch.set_boxstyle("round,pad=0,rounding_size=0.1")
     patch.set(facecolor="#FFFFFF", edgecolor=colour, linewidth=2.2)

@@ -74,7 +74,7 @@ def launch_chain(
 
     Args:
         nodes: Number of nodes of the job, at most 4.
-        ranks_per_node: On each, at most 4.
+        ranks_per_node: Number of ranks on each node, at most 4.
         launcher: "torchrun": srun starts one torchrun on each node, and that starts the ranks.
             "srun": srun starts the ranks itself.
         alt: What the figure shows.

@@ -92,9 +92,11 @@ def sweep(
     darkness = np.asarray(image.norm(np.log(shown)))
     for (row, column), value in np.ndenumerate(values):
         if math.isnan(value):
-            text, colour = "-", INK
+            text = "-"
+            colour = INK
         elif math.isinf(value):
-            text, colour = "diverged", INK
+            text = "diverged"
+            colour = INK
             if of == "steps":
                 text = f"> {given[batches[column]]}"
         else:

@@ -29,9 +29,9 @@ class Kept(NamedTuple):
     """One tensor that a layer keeps for backward.
 
     Args:
-        operation: Whose backward reads it.
+        operation: Operation whose backward reads it.
         tensor: What it is, one or two short lines.
-        numbers: For each token and hidden feature.
+        numbers: Number of values for each token and hidden feature.
         whole: Whether tensor parallelism leaves it whole on every rank.
     """
 
@@ -66,7 +66,6 @@ def kept(
     block: str = "layer",
     tp: int = 1,
     *,
-    sequence_parallel: bool = False,
     title: str = "",
     alt: str,
 ) -> Picture:
@@ -78,7 +77,6 @@ def kept(
     Args:
         block: "layer", or "attention" or "mlp" for one half of it.
         tp: Ranks that share the layer.
-        sequence_parallel: Whether what tp leaves whole is cut along the sequence.
         title: Above the figure.
         alt: What the figure shows.
 
@@ -91,9 +89,7 @@ def kept(
     picture = canvas(0.85 + 0.72 * len(tensors), 2.9, alt=alt)
     axes = picture.axes[0]
     for place, tensor in enumerate(tensors):
-        share = 1.0
-        if not tensor.whole or sequence_parallel:
-            share = 1 / tp
+        share = 1.0 if tensor.whole else 1 / tp
         _draw_bar(axes, place, tensor, share, tp)
     for place in range(len(tensors) - 1):
         tail = (place + 0.36, 5.0)
@@ -139,8 +135,8 @@ class _Station(NamedTuple):
     """A tensor in the row of each rank, or a step between two of them.
 
     Args:
-        x: Its middle.
-        text: Under a tensor; above an arrow.
+        x: Place of its middle.
+        text: Text under a tensor, or above an arrow.
         kind: "whole" tokens, "own" tokens, "partial" sums of all tokens; "step" of each rank for
             itself, "travel" between ranks.
     """

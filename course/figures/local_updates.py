@@ -27,7 +27,7 @@ class LossCurve(NamedTuple):
 
     Args:
         steps: Optimizer steps so far; begins with 0.
-        seconds: Since it began.
+        seconds: Seconds since it began.
         sent_bytes: Sent by one rank since it began.
         losses: Losses of the weights that all ranks share at that step.
     """

@@ -36,6 +36,7 @@ RANGES = {
 NORMAL = PALETTE[4]
 SUBNORMAL = PALETTE[1]
 BROKEN = PALETTE[5]
+SIDE = 8  # of a matrix whose blocks share a scale, in numbers
 
 
 @figure
@@ -117,32 +118,29 @@ def delayed_scaling(amaxes: Sequence[float], *, history: int, alt: str, title: s
 
 
 @figure
-def scale_blocks(
-    blocks: Mapping[str, tuple[int, int]], *, alt: str, title: str = "", side: int = 8
-) -> Picture:
+def scale_blocks(blocks: Mapping[str, tuple[int, int]], *, alt: str, title: str = "") -> Picture:
     """Which numbers of a square matrix share a scale, one matrix for each way to cut it.
 
     Args:
         blocks: {label: (rows, columns) of a block}.
         alt: What the figure shows.
         title: Above the figure.
-        side: Side of the matrix, in numbers.
     """
     picture = canvas(2.2 * len(blocks), 2.6, columns=len(blocks), alt=alt)
     for axes, (label, (rows, columns)) in zip(picture.axes, blocks.items(), strict=True):
         blank(axes)
-        axes.set(xlim=(-0.3, side + 0.3), ylim=(-1.6, side + 0.3))
-        per_row = side // columns
-        for top in range(0, side, rows):
-            for left in range(0, side, columns):
+        axes.set(xlim=(-0.3, SIDE + 0.3), ylim=(-1.6, SIDE + 0.3))
+        per_row = SIDE // columns
+        for top in range(0, SIDE, rows):
+            for left in range(0, SIDE, columns):
                 number = (top // rows) * per_row + left // columns
                 shade = PALE if (top // rows + left // columns) % 2 else PALETTE[4]
-                corner = (left + 0.04, side - top - rows + 0.04)
+                corner = (left + 0.04, SIDE - top - rows + 0.04)
                 size = (columns - 0.08, rows - 0.08)
                 axes.add_patch(Rectangle(corner, *size, facecolor=shade, edgecolor=INK, lw=0.8))
-                middle = (left + columns / 2, side - top - rows / 2)
+                middle = (left + columns / 2, SIDE - top - rows / 2)
                 put_text(axes, *middle, f"s{number}", 9, color=ink_on(shade))
-        put_text(axes, side / 2, -0.8, label, 9)
+        put_text(axes, SIDE / 2, -0.8, label, 9)
     put_headline(picture, title)
     return picture
 

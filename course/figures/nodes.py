@@ -26,6 +26,7 @@ from course.figures.style import (
 from labcode.doctor.nccl_log import Communicator, NcclLog, Rank
 
 MAX_RANKS = 32
+CURVE_STEPS = 16
 
 Places = dict[int, Point]  # {rank: middle of its circle}
 
@@ -192,15 +193,15 @@ def _place_ranks(comm: Communicator, nodes: list[_Node]) -> Places:
     return places
 
 
-def _curve(start: Point, end: Point, bend: float, steps: int = 16) -> list[Point]:
+def _curve(start: Point, end: Point, bend: float) -> list[Point]:
     """Points of matplotlib's arc3: a parabola whose control point lies beside the middle."""
     x0, y0 = start
     x1, y1 = end
     control_x = (x0 + x1) / 2 + bend * (y1 - y0)
     control_y = (y0 + y1) / 2 - bend * (x1 - x0)
     points: list[Point] = []
-    for i in range(steps + 1):
-        t = i / steps
+    for i in range(CURVE_STEPS + 1):
+        t = i / CURVE_STEPS
         x = _bezier(t, x0, control_x, x1)
         y = _bezier(t, y0, control_y, y1)
         points.append((x, y))

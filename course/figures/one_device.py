@@ -31,6 +31,7 @@ MEMORY = PALETTE[4]
 COMPUTE = PALETTE[1]
 WHITE = "#FFFFFF"
 MOST_STAGES = 8  # more boxes cannot be read
+NUM_KERNELS = 6
 
 
 @figure
@@ -179,9 +180,7 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> 
 
 
 @figure
-def launches(
-    cases: Mapping[str, tuple[float, float]], *, alt: str, count: int = 6, title: str = ""
-) -> Picture:
+def launches(cases: Mapping[str, tuple[float, float]], *, alt: str, title: str = "") -> Picture:
     """A processor that launches kernels, and the device that runs them, over time.
 
     Kernel i can run when it is launched and when the one before it is done.
@@ -190,13 +189,12 @@ def launches(
         cases: `{"label": (time of a launch, time of a kernel)}`, both in microseconds. A launch
             of 0 stands for a graph: one launch for all kernels.
         alt: What the figure shows.
-        count: How many kernels.
         title: Above the figure.
     """
     picture = canvas(6.6, 0.9 + 1.15 * len(cases), alt=alt, rows=len(cases))
     ends = []
     for axes, (label, (launch_us, kernel_us)) in zip(picture.axes, cases.items()):
-        ends.append(_lanes(axes, label, launch_us, kernel_us, count))
+        ends.append(_lanes(axes, label, launch_us, kernel_us))
     for axes in picture.axes:
         axes.set_xlim(0, 1.06 * max(ends))
     picture.axes[-1].set_xlabel("microseconds")
@@ -204,11 +202,11 @@ def launches(
     return picture
 
 
-def _lanes(axes: Axes, label: str, launch_us: float, kernel_us: float, count: int) -> float:
+def _lanes(axes: Axes, label: str, launch_us: float, kernel_us: float) -> float:
     """Draw one case; when its last kernel ends, in microseconds."""
     one_launch_us = launch_us or 5.0
     done_us = 0.0
-    for number in range(count):
+    for number in range(NUM_KERNELS):
         launched_us = (number + 1) * launch_us if launch_us else one_launch_us
         if launch_us:
             _span(axes, 1, number * launch_us, launch_us, RULE, "")

@@ -49,7 +49,7 @@ class Note(NamedTuple):
     """A letter in a gap of a time line.
 
     Args:
-        rank: Whose row.
+        rank: Rank whose row it is in.
         start_s, stop_s: The gap.
         text: One or two letters.
     """

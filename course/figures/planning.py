@@ -27,12 +27,11 @@ from course.figures.style import (
 
 PARTS = {"product": PALETTE[4], "tp": PALETTE[1], "pp": PALETTE[2], "dp": PALETTE[5]}
 IDLE = "white"
+TAIL = 1.6  # of the all-reduce at the end of a step, in widths of a box
 
 
 @figure
-def step_anatomy(
-    stages: int, micro_batches: int, *, alt: str, title: str = "", tail: float = 1.6
-) -> Picture:
+def step_anatomy(stages: int, micro_batches: int, *, alt: str, title: str = "") -> Picture:
     """A step on each stage of a pipeline, forward and backward of a micro-batch as one box.
 
     Args:
@@ -40,7 +39,6 @@ def step_anatomy(
         micro_batches: Boxes in a row.
         alt: What the figure shows.
         title: Above the figure.
-        tail: Length of the all-reduce at the end, in widths of a box.
     """
     picture = canvas(6.8, 1.5 + 0.42 * stages, alt=alt)
     axes = picture.axes[0]
@@ -49,13 +47,13 @@ def step_anatomy(
         axes.barh(stage, end, color=IDLE, edgecolor=RULE, height=0.62, hatch="//", lw=0.8)
         for number in range(micro_batches):
             _micro_batch(axes, stage + number, stage)
-        axes.barh(stage, tail, left=end, color=PARTS["dp"], edgecolor=INK, height=0.62, lw=0.8)
-    put_text(axes, end + tail / 2, -0.75, "dp", 9)
+        axes.barh(stage, TAIL, left=end, color=PARTS["dp"], edgecolor=INK, height=0.62, lw=0.8)
+    put_text(axes, end + TAIL / 2, -0.75, "dp", 9)
     _span(axes, 0, micro_batches, -0.75, f"m = {micro_batches} micro-batches")
     _span(axes, micro_batches, end, -0.75, "pp - 1")
     axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
     axes.set_ylim(stages - 0.4, -1.25)
-    axes.set_xlim(0, end + tail + 0.1)
+    axes.set_xlim(0, end + TAIL + 0.1)
     axes.set_xticks([])
     axes.set_xlabel("time (hatched: the bubble)")
     axes.grid(False)

@@ -60,6 +60,7 @@ from course.figures.sharded import hybrid_sharding, tokens_that_hide, zero, zero
 from course.figures.survival import boxes, runs, save_steps
 from course.figures.tensor_flow import column_then_row, layouts, tensor_parallel_mlp
 from course.figures.timeline import timeline
+from course.figures.tuning import adapters, packed_row
 from course.figures.two_fleets import two_cuts, two_fleets
 from course.figures.weights import cuts
 
@@ -68,6 +69,7 @@ __all__ = [
     "StepLanes",
     "accumulation",
     "activation_checkpointing",
+    "adapters",
     "around_a_layer",
     "bars",
     "boxes",
@@ -112,6 +114,7 @@ __all__ = [
     "memory_timeline",
     "off_one_process",
     "overlap",
+    "packed_row",
     "pipeline",
     "progress",
     "rates_against_batch",

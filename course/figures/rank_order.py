@@ -35,7 +35,7 @@ NODE_NAME = 1.0  # left of the ranks of a node
 
 
 @figure
-def digits(shape: GridShape, *, alt: str, title: str = "", framed: int | None = None) -> Picture:
+def digits(shape: GridShape, *, alt: str, title: str = "") -> Picture:
     """Every rank as a column of coordinates: one row for each axis, the fastest at the bottom.
 
     A cell holds the coordinate, and its colour is that of the coordinate.
@@ -44,7 +44,6 @@ def digits(shape: GridShape, *, alt: str, title: str = "", framed: int | None = 
         shape: The grid, up to 16 ranks; axes of size 1 are left out.
         alt: What the figure shows.
         title: Above the figure.
-        framed: A rank whose column gets a frame.
     """
     _check_size(shape)
     axes_shown = [axis for axis in reversed(shape.axes) if shape.size(axis) > 1]
@@ -64,10 +63,6 @@ def digits(shape: GridShape, *, alt: str, title: str = "", framed: int | None = 
         if row == num_rows - 1:
             note = "fastest: "
         put_text(axes, -0.25, -row - 0.5, f"{note}{axis}", 10, ha="right")
-    if framed is not None:
-        frame = Rectangle((framed, -num_rows), 1, num_rows + 1, fill=False, gid="framed")
-        frame.set(edgecolor=INK, linewidth=2.2)
-        axes.add_patch(frame)
     axes.set_xlim(-3.0, shape.world_size + 0.1)
     axes.set_ylim(-num_rows - 0.1, 1.1)
     blank(axes)

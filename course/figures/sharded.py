@@ -237,8 +237,8 @@ def hybrid_sharding(
     """Which part of the weights each rank keeps if every node has its own copy, and what travels.
 
     Args:
-        nodes: At least 2.
-        ranks_per_node: At least 2.
+        nodes: Number of nodes, at least 2.
+        ranks_per_node: Number of ranks on a node, at least 2.
         alt: What the figure shows.
         title: Above the figure.
     """

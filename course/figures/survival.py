@@ -183,7 +183,7 @@ def _block(
     """A block with its elements; rows go down, columns to the right.
 
     Args:
-        axes: Where.
+        axes: Axes to draw in.
         offsets: Row and column of its begin.
         sizes: Rows and columns.
         colour: Colour of the block.

@@ -140,7 +140,7 @@ def _fitting(label: str, room: float, span: float) -> str:
 
     Args:
         label: Label of the bar.
-        room: Its length, in units of the axis.
+        room: Length of the bar, in units of the axis.
         span: Length of the whole axis, in the same units.
     """
     number = re.search(r"\d+$", label)

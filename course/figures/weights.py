@@ -29,6 +29,7 @@ from labcode.parallel.sharding import Shard
 
 VECTOR = 0.12  # width at which a bias is drawn, as a fraction of the narrowest matrix
 REPLICATED = "#BBBBBB"
+SECTION_NAMES = ("q", "k", "v")  # above the sections of a weight that has three
 
 
 Weights = Mapping[str, tuple[Sequence[int], Shard | None]]
@@ -56,7 +57,6 @@ def cuts(
     *,
     alt: str,
     title: str = "",
-    section_names: Sequence[str] = ("q", "k", "v"),
 ) -> Picture:
     """Each weight as a rectangle, inputs down and outputs across, coloured and numbered by rank.
 
@@ -68,7 +68,6 @@ def cuts(
         parts: Number of ranks.
         alt: What the figure shows.
         title: Above the figure.
-        section_names: Written above the sections of a weight that has as many.
     """
     sizes = _drawn_sizes(weights)
     tallest = max(height for height, _ in sizes.values())
@@ -88,8 +87,8 @@ def cuts(
         area = _Area(left, -height, width, height)
         _draw_weight(axes, area, split, parts, numbered=is_matrix)
         sections = _sections(split)
-        if is_matrix and len(sections) == len(section_names):
-            _name_sections(axes, left, 0.02 * tallest, sections, section_names)
+        if is_matrix and len(sections) == len(SECTION_NAMES):
+            _name_sections(axes, left, 0.02 * tallest, sections, SECTION_NAMES)
         middle, _ = area.middle
         below = -height - 0.04 * tallest
         put_text(axes, middle, below, name, 8.5, va="top", linespacing=1.3)
@@ -125,7 +124,7 @@ def owners(split: Shard, length: int, parts: int) -> list[tuple[int, int, int]]:
 
     Args:
         split: How the weight is cut.
-        length: Its size along that dim.
+        length: Size along that dim.
         parts: Number of ranks.
     """
     along_one_dim = Shard(0, split.sections)

@@ -35,7 +35,7 @@ class EmulatedResource:
 
         Args:
             seconds: What it takes.
-            asked_at_s: When it was asked; None for now.
+            asked_at_s: Time at which it was asked; None for now.
 
         Returns:
             (begin, end), seconds of `time.perf_counter()`.

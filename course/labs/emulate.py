@@ -71,7 +71,7 @@ def emulated(
     Held by: tests/ranks/test_hybrid_lab.py
 
     Args:
-        cluster: Whose times.
+        cluster: Cluster whose times are emulated.
         in_background: Global ranks of a group whose all-reduces travel one after the other while
             the device computes; they are waited for at the end of the block.
 
@@ -214,7 +214,7 @@ def timed_steps(
 
     Args:
         rank: Rank of this process.
-        model: With a vocabulary size; the tokens are drawn.
+        model: Shape of the model, with a vocabulary size; the tokens are drawn.
         shape: The grid.
         global_batch, micro_batch: Samples of a step, and of one forward of one dp rank.
         cluster: What to emulate.

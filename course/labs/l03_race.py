@@ -137,7 +137,7 @@ def step_seconds(*settings: Settings, rounds: int = 7) -> tuple[float, ...]:
     """Seconds of the processor for the quickest step with each of these settings, done in turn.
 
     Args:
-        settings: To compare; each trains a model of its own.
+        settings: Settings to compare; each trains a model of its own.
         rounds: Rounds as `l03_step.median_s` has them.
     """
     batches = Batches()
@@ -156,7 +156,7 @@ class Race(NamedTuple):
     """How settings compare with BASELINE.
 
     Args:
-        steps: To the target; None: it is not reached.
+        steps: Number of steps to the target; None: it is not reached.
         baseline_steps: Steps of the baseline.
         step_s: Seconds of a step.
         baseline_step_s: Seconds of a step of BASELINE.

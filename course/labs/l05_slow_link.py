@@ -135,7 +135,7 @@ def fastest_steps(
         after: It sends when backward has ended.
         overlapped: It sends during backward.
         loss: The forward pass of a model; its time does not count.
-        group: Over which the gradients are averaged.
+        group: Group over which the gradients are averaged.
         links: See `SlowLink`.
         repeats: Number of steps of each way.
     """
@@ -178,7 +178,7 @@ def schedule(num_pieces: int, compute_ms: float, send_ms: float, overlapped: boo
     """When backward computes each piece, and when the link carries it.
 
     Args:
-        num_pieces: Into which the gradients are cut.
+        num_pieces: Number of pieces into which the gradients are cut.
         compute_ms: Backward of one piece.
         send_ms: What the link needs for one piece; it carries one at a time.
         overlapped: A piece leaves when it is ready; False: when backward has ended.

@@ -69,10 +69,10 @@ def complaint(number: int) -> str:
 def script(number: int, healthy: bool = False) -> Run:
     """A patient's training, or that of its healthy twin: a function of `watch`."""
 
-    def trained(watch: Run) -> Any:
+    def run_patient(watch: Run) -> Any:
         return l07_patients.patient(name_of(number)).run(healthy, watch)
 
-    return trained
+    return run_patient
 
 
 def in_a_folder(pair: Ranks, work: Run, *args: Any) -> list[Any]:
@@ -175,7 +175,7 @@ def signs(charts: Sequence[Charted]) -> dict[str, float]:
     """What the charts of all ranks say together; a healthy training has 0 in each.
 
     Args:
-        charts: In rank order.
+        charts: Charts in rank order.
 
     Returns:
         same inputs: Share of the forward passes in which rank 1 got what rank 0 got.
@@ -363,7 +363,7 @@ def loss_with_batch_norm(
 
     Args:
         rank: This one.
-        samples: In a step, on each rank.
+        samples: Number of samples in a step, on each rank.
         synchronised: The statistics are those of all ranks' samples.
         num_steps: Number of steps of the optimizer, whatever the number of samples.
     """

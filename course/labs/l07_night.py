@@ -31,7 +31,7 @@ def run(
     """Norm of the gradient of the last step.
 
     Args:
-        healthy: Without the faults.
+        healthy: Whether to train without the faults.
         watch: Observer of the loop.
         epochs: What the healthy one tells its sampler: three different numbers.
     """

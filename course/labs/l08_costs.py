@@ -175,7 +175,7 @@ def cheapest(
         num_gpus: A power of two.
         batch: Sequences of a step.
         tp: Size of the axis tp.
-        room_bytes: For weights, gradients and optimizer of one GPU.
+        room_bytes: Bytes for weights, gradients and optimizer of one GPU.
         max_pp: The most stages.
     """
     best = None

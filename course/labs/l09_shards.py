@@ -103,8 +103,8 @@ def count_collectives(module: nn.Module, x: Tensor) -> tuple[Totals, Totals]:
     """What one forward and one backward of `module(x)` start.
 
     Args:
-        module: On this rank.
-        x: Its input, which gets a gradient.
+        module: Module on this rank.
+        x: Input of the module, which gets a gradient.
 
     Returns:
         {kind: (how many, their bytes)} of forward, and of backward.

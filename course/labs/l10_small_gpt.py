@@ -49,7 +49,7 @@ def steps(
     """Train with AdamW; gives the loss of each step after the step.
 
     Args:
-        model: On this rank.
+        model: Model on this rank.
         loss_of: Loss of its output and the targets.
         count: Steps.
         finish: Called between backward and the optimizer.

@@ -84,7 +84,7 @@ class Played:
     Args:
         rows: For each step that was timed: (action, start, stop), in seconds of a clock that all
             ranks of a machine share. An action starts when its input is there.
-        begins: When each step began.
+        begins: Times at which each step began.
         peak: Most stage-micro-batches whose activations the rank held at once.
         sent: (messages, their bytes) of one step.
         gradients: {stage: gradient} of one step.
@@ -217,7 +217,7 @@ class Experiment:
     """A schedule simulated, and run on the clock.
 
     Args:
-        simulated, measured: Its time lines.
+        simulated, measured: Timelines of the schedule.
         played: What it did on each rank.
         stages_per_rank: Number of stages on each rank in the schedule.
         is_right: Whether its gradients are those of one process, to 1e-12.
@@ -251,7 +251,7 @@ def play(
     """Simulate a schedule, run it three times on the clock, and say if its gradients are right.
 
     Args:
-        ranks: Where it runs.
+        ranks: Pool that it runs on.
         name: Name of the schedule.
         num_microbatches: Number of micro-batches of a step.
         stage_s: What all layers of one rank take for one micro-batch.
@@ -319,7 +319,7 @@ def gaps(line: Timeline, rank: int) -> dict[str, list[tuple[float, float]]]:
 
     Args:
         line: The timeline of 1F1B.
-        rank: Whose gaps.
+        rank: Rank whose gaps are asked for.
     """
     found: dict[str, list[tuple[float, float]]] = {"a": [], "b": [], "c": [], "d": []}
     clock_s = 0.0

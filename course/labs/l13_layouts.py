@@ -26,9 +26,9 @@ class Situation(NamedTuple):
     """A model and a cluster.
 
     Args:
-        about: In words.
+        about: Description in words.
         num_parameters: Number of parameters of the model.
-        num_layers: Into how many equal units its weights are divided.
+        num_layers: Number of equal units into which its weights are divided.
         nodes, ranks_per_node: Number of nodes of the cluster, and of ranks on each.
         room_bytes: Room of a rank in bytes, for weights, gradients and optimizer.
         inside_bytes_per_s: Bytes per second of the link between two ranks of a node.
@@ -50,8 +50,8 @@ class Layout(NamedTuple):
 
     Args:
         stage: Stage of ZeRO, 0 to 3.
-        ranks_of_a_copy: Over how many ranks a copy of the model is divided.
-        kept_bytes: On each rank.
+        ranks_of_a_copy: Number of ranks over which a copy of the model is divided.
+        kept_bytes: Bytes that each rank keeps.
         sending_s: Seconds of a step, if nothing is hidden behind computing.
     """
 

@@ -25,7 +25,7 @@ def micro_batches(step: int, device: torch.device | str) -> list[tuple[Tensor, T
 
     Args:
         step: Counted from 0.
-        device: Where the tensors are to be.
+        device: Device of the tensors.
 
     Raises:
         ValueError: The samples cannot be dealt out evenly.

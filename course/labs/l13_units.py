@@ -69,7 +69,7 @@ def play(
     """Some steps of a model of equal layers under ZeRO-3.
 
     Args:
-        ranks: Over which the weights are divided.
+        ranks: Number of ranks over which the weights are divided.
         num_layers: Number of layers of the model.
         speeds: What a layer takes.
         layers_per_unit: How many layers are gathered together.

@@ -47,7 +47,7 @@ class Lab:
         missing: Why there is none.
 
     Attributes:
-        client: For `submit`; None without a cluster.
+        client: Client for `submit`; None without a cluster.
         said: What the last command printed.
     """
 
@@ -69,7 +69,7 @@ class Lab:
 
         Args:
             argv: Program and arguments.
-            node: Where; None is the head node, from which one submits.
+            node: Node to run on; None is the head node, from which one submits.
             env: More environment variables.
             timeout_s: Then the command is ended, and the output says so.
         """
@@ -113,11 +113,11 @@ class Lab:
         """Submit a script, wait until it has ended, and print its log.
 
         Args:
-            script: Its path.
+            script: Path of the script.
             options: Options of sbatch.
             words: The script's own arguments.
             env: Environment variables of the shell that submits.
-            timeout_s: After that the log is printed as it is, with a word that the job goes on.
+            timeout_s: Seconds after which the log is printed as it is, with a word on the job.
 
         Returns:
             The log; "" without a cluster.
@@ -174,7 +174,7 @@ class Lab:
         """Run a script that submits trainings, from this machine, and print how its jobs went.
 
         Args:
-            path: In the repository, such as "slurm/weak_scaling".
+            path: Path in the repository, such as "slurm/weak_scaling".
             argv: Its arguments; where the jobs go is added to them.
             env: More environment variables.
 
@@ -216,7 +216,7 @@ class Lab:
 
         Args:
             wait_s: How long a rank waits for the other, when they meet and in the all-reduce.
-            port: Where they meet on n1.
+            port: Port at which they meet on n1.
             interface: For GLOO_SOCKET_IFNAME; None leaves it to gloo.
             kill: Whether the first rank that fails ends the other, as a job should.
         """
@@ -373,7 +373,7 @@ def at_rates(
     """Change the link of n2 under a running job.
 
     Args:
-        lab: Where it runs.
+        lab: Lab that it runs in.
         handle: A job that trains and logs each step.
         rates: Rates as `tc` writes them, such as "100mbit"; "off" is the link as it is.
         count: Steps at each rate. The one under way while the rate changes, and the next, are left
@@ -410,9 +410,9 @@ def sent_per_step(
     """Bytes that leave a node in a step, by the count of its network interface.
 
     Args:
-        lab: Where the job runs.
+        lab: Lab that the job runs in.
         handle: A job that trains and logs each step.
-        node: Whose interface is read.
+        node: Node whose interface is read.
         count: Steps between the two readings. Either may fall into the midst of a step, so the
             result is uncertain by 1/count.
         timeout_s: Limit for that many steps.

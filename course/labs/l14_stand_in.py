@@ -249,9 +249,11 @@ def split_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             if not equals and name in WITH_VALUE and rest:
                 value = rest.pop(0)
         elif word.startswith("-K"):
-            name, value = "kill-on-bad-exit", word[2:] or "1"
+            name = "kill-on-bad-exit"
+            value = word[2:] or "1"
         else:
-            name, value = SHORT.get(word[1], word[1]), word[2:]
+            name = SHORT.get(word[1], word[1])
+            value = word[2:]
             if not value and name in WITH_VALUE and rest:
                 value = rest.pop(0)
         options[name] = value or "1"

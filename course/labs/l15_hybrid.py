@@ -130,7 +130,7 @@ class Submit:
     """Runs jobs on the cluster of a lab, or here where it has none; the same job only once.
 
     Args:
-        lab: From `l14_cluster.open_lab`.
+        lab: Lab from `l14_cluster.open_lab`.
     """
 
     def __init__(self, lab: Lab) -> None:
@@ -141,7 +141,7 @@ class Submit:
         """Submit a job and wait until it has ended.
 
         Args:
-            job: From `job`.
+            job: Job from `job`.
             limit_bytes: Bytes of memory for each rank; None: no limit.
         """
         key = render(job, site(limit_bytes))

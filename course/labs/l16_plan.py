@@ -17,10 +17,10 @@ class Case:
     """A model that has to fit.
 
     Args:
-        about: In words.
+        about: Description in words.
         model: Shape of the model.
         global_batch: Samples of a step, which must not change.
-        room_bytes: For tensors.
+        room_bytes: Bytes for tensors.
         flops_per_s: {dtype: what the device reaches in products of it}.
         launch_s: What each micro-batch costs beyond its products.
     """

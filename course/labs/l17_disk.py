@@ -231,7 +231,7 @@ def killed_in_the_middle(save: Callable[..., Any], folder: Path, *args: Any, at:
 
     Args:
         save: Writes into the folder.
-        folder: Where.
+        folder: Folder of the checkpoints.
         args: The rest of its arguments.
         at: The number of the operation.
 

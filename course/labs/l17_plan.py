@@ -20,11 +20,11 @@ class Site:
         gpus: Number of GPUs of the job.
         gpu_mtbf_s: Mean time between failures, of one GPU with its share of all the rest.
         preemptions_per_day: How often others take the nodes away.
-        notice_s: So long before that the ranks get a signal.
-        restart_s: From a failure, or a preemption, until the run works again.
+        notice_s: Seconds before it at which the ranks get a signal.
+        restart_s: Seconds from a failure, or a preemption, until the run works again.
         checkpoint_bytes: Bytes of one checkpoint.
         write_bytes_per_s: All ranks together, to the file system.
-        copy_s: Until the GPUs' tensors are copied into the memory of the nodes.
+        copy_s: Seconds until the GPUs' tensors are copied into the memory of the nodes.
         slowdown: The part of its speed that training loses while files are written beside it.
         background_write_factor: How much longer the files take, written beside the training.
         max_writing: The part of the time in which the site lets one job write.

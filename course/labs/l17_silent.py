@@ -29,7 +29,7 @@ def backward(model: GPT, batch: int) -> float:
 
     Args:
         model: A model of `small_gpt`; the gradients that it had are gone.
-        batch: Its number, which says what its tokens are.
+        batch: Number of the batch, which says what its tokens are.
     """
     random = torch.Generator().manual_seed(FIRST_SEED + batch)
     size = (SAMPLES, CONFIG.context_length + 1)
@@ -45,7 +45,7 @@ def checksum(tensors: Iterable[torch.Tensor | None]) -> str:
     """Eight hexadecimal digits that depend on every bit of some tensors.
 
     Args:
-        tensors: In an order that is the same everywhere.
+        tensors: Tensors in an order that is the same everywhere.
     """
     digest = hashlib.sha256()
     for tensor in tensors:

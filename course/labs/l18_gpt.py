@@ -192,7 +192,7 @@ class Option(NamedTuple):
     """A format to choose.
 
     Args:
-        bits: For each number, with its part of the scales of blocks.
+        bits: Bits for each number, with its part of the scales of blocks.
         cast: x as this format holds it.
     """
 

@@ -64,9 +64,9 @@ class Fault(NamedTuple):
 
     Args:
         rank: Global rank.
-        layer: Its name.
+        layer: Name of the layer.
         product: "forward", "grad_input" or "grad_weight".
-        factor: By which its result is multiplied.
+        factor: Factor by which its result is multiplied.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class Trained(NamedTuple):
 
     Args:
         losses: Losses of all steps; none if it broke off.
-        val_loss: After the last step; nan if it broke off.
+        val_loss: Validation loss after the last step; nan if it broke off.
         said: All that this rank printed.
         num_bad_gradients: Weights of this rank whose gradient has a value that is not finite.
     """
@@ -155,7 +155,7 @@ def plant(training: Training, fault: Fault) -> None:
     """Make a product of a layer of this rank wrong.
 
     Args:
-        training: Before its first step.
+        training: Training before its first step.
         fault: Fault of this rank.
     """
     module: Any = training.model.module.get_submodule(fault.layer)
@@ -182,7 +182,7 @@ def table(found: Mapping[tuple[str, int], float], statistic: str, step: int) -> 
 
     Args:
         found: By `debug.on_layers.read_statistics`.
-        statistic: Its name, such as "underflows%".
+        statistic: Name of the statistic, such as "underflows%".
         step: Step as in the file: the first step is 0.
     """
     rows = []
@@ -195,7 +195,7 @@ def tensorboard(folder: str) -> dict[tuple[str, int], float]:
     """{(name, step): value} of all scalars that TensorBoard shows of a folder.
 
     Args:
-        folder: That of one writer.
+        folder: Folder of one writer.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -213,7 +213,7 @@ def write_feature(feature: type, folder: str) -> Path:
 
     Args:
         feature: Whose methods use nothing else of the notebook.
-        folder: Made if it does not exist.
+        folder: Folder, made if it does not exist.
     """
     lines = [f"{FEATURE_HEAD}{feature.__name__}(Feature):"]
     for value in vars(feature).values():

@@ -57,7 +57,7 @@ class Shape:
         hidden: Features of a token.
         ffn: Features inside the MLP.
         vocab: Different tokens.
-        tokens: In a sample.
+        tokens: Number of tokens in a sample.
     """
 
     layers: int
@@ -93,7 +93,7 @@ class Cluster:
 
     Args:
         name: What it is called.
-        flops_per_s: That products reach on one GPU within a training.
+        flops_per_s: FLOP/s that products reach on one GPU within a training.
         memory_bytes: Memory of a GPU in bytes.
         gpus_per_node: How many.
         inside, between: The link of a GPU within a node, and its share of the node's adapters.
@@ -422,7 +422,7 @@ def measured_bytes(shape: Shape, samples: int) -> dict[str, int]:
     return {"states": states, "activations": layers}
 
 
-class OfThisMachine(NamedTuple):
+class MachineSpeeds(NamedTuple):
     """What two ranks measure together.
 
     Args:
@@ -434,7 +434,7 @@ class OfThisMachine(NamedTuple):
     link: Link
 
 
-def measure_machine(rank: int) -> OfThisMachine:
+def measure_machine(rank: int) -> MachineSpeeds:
     """The rate of a product and the link of an all-reduce; every rank of the world calls it."""
     torch.set_num_threads(1)
     ranks = dist.get_world_size()
@@ -448,7 +448,7 @@ def measure_machine(rank: int) -> OfThisMachine:
         times.append(found.median().item())
     slowest = torch.tensor(-rate, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return OfThisMachine(-slowest.item(), alpha_beta.fit("all_reduce", ranks, sizes, times))
+    return MachineSpeeds(-slowest.item(), alpha_beta.fit("all_reduce", ranks, sizes, times))
 
 
 def measured_step_s(shape: Shape, samples: int, average: bool) -> float:
@@ -558,9 +558,9 @@ class Zero3Run(NamedTuple):
 
     Args:
         measured_s: Measured seconds of a step.
-        predicted_s: By labcode.perf.
+        predicted_s: Prediction of labcode.perf.
         other_s: Measured with tp and a pipeline on as many GPUs.
-        other_predicted_s: By labcode.perf.
+        other_predicted_s: Prediction of labcode.perf for the other run.
         latency_s: Latency of all rings in a step, if each matrix is gathered by itself, twice.
     """
 
@@ -577,7 +577,8 @@ def zero3_of_2021() -> Zero3Run:
     for run in published_runs():
         if run.source_key == "narayanan21_t2" and run.shape.world_size == 1536:
             runs[run.settings.zero_stage] = run
-    zero3, other = runs[3], runs[0]
+    zero3 = runs[3]
+    other = runs[0]
     place = places(zero3.shape, zero3.cluster.gpus_per_node).data
     ring_s = (place.ranks - 1) * group_link(zero3.cluster, place).alpha_s
     matrices = 2 + zero3.model.mlp_matrices
@@ -639,7 +640,7 @@ class ViTRun(NamedTuple):
     Args:
         tp: GPUs that share a model.
         step_s: Measured.
-        predicted_s: By labcode.perf.
+        predicted_s: Prediction of labcode.perf.
         memory_bytes: Measured, of a GPU, with all that is beside PyTorch.
         parts: {part: bytes} by labcode.perf.
     """

@@ -78,11 +78,11 @@ class Brief:
 
     Args:
         shape: Shape of the model.
-        cluster: Where, as labcode.perf knows it.
+        cluster: Cluster, as labcode.perf knows it.
         gpus: How many of it.
         global_batch: Samples of a step.
         budget_tokens: Tokens of the whole training.
-        most_days: Until when it has to be done.
+        most_days: Days until it has to be done.
         convention: Name in `CONVENTIONS`: which bytes a rank keeps of a parameter.
     """
 

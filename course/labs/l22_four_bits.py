@@ -49,7 +49,8 @@ def short_product(
     Args:
         a: [M, K]
         b: [N, K]
-        piece: After so many products a sum is added to one in float64 and begins anew; None: never.
+        piece: Number of products after which a sum is added to one in float64 and begins anew;
+            None: never.
         fraction_bits: Number of fraction bits of a sum.
 
     Returns:

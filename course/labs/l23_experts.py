@@ -98,7 +98,7 @@ def choose_with_bias(
         scores: [T, E], each from 0 to 1.
         bias: [E]
         top_k: k
-        rate: By how much a bias moves.
+        rate: Amount by which a bias moves.
     """
     experts = (scores + bias).topk(top_k, -1).indices
     weights = scores.gather(-1, experts)

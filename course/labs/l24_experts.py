@@ -84,8 +84,8 @@ def part_of_rank(whole: Tensors, tokens: int, experts: int, grid: Grid) -> Tenso
 
     Args:
         whole: All tokens and weights.
-        tokens: Into how many parts the tokens are cut.
-        experts: Into how many parts the experts are cut.
+        tokens: Number of parts into which the tokens are cut.
+        experts: Number of parts into which the experts are cut.
         grid: Says which of them are this rank's.
     """
     own_tokens = grid.coord("dp")
@@ -104,7 +104,7 @@ def step(layer: Layer, ep: int = 4, load: str = LOADS[0], k: int = 2) -> Gradien
 
     Args:
         layer: `layer(x, router, up, down, k, group)`.
-        ep: Over how many ranks the experts are divided.
+        ep: Number of ranks over which the experts are divided.
         load: One of `LOADS`.
         k: Experts of a token.
     """
@@ -215,7 +215,8 @@ def errors_on_tp(layer: Layer, truth: dict[str, torch.Tensor], k: int = 2) -> di
         error of what the layers below would get}
     """
     grid = Grid.create(GridShape(dp=2, tp=2))
-    dp, tp = grid.coord("dp"), grid.coord("tp")
+    dp = grid.coord("dp")
+    tp = grid.coord("tp")
     size = grid.size("tp")
     whole = tensors()
     x = whole.x.chunk(2)[dp].chunk(size)[tp].clone().requires_grad_()
@@ -306,7 +307,9 @@ def bytes_of(way: str, num_tokens: int, num_experts: int = 4, k: int = 2) -> dic
     if way == "rows travel":
         divide_experts(layer.experts, grid.group("dp"), grid.group("tp"))
     else:
-        layer.experts = _sharded(layer.experts, grid.group("dp"))
+        # A rank keeps some rows of all experts, and gathers the rest each time that it uses them.
+        experts = layer.experts
+        layer.experts = FullyShardedModule(experts, grid.group("dp"), units=[experts])
     x = torch.randn(1, num_tokens, HIDDEN, requires_grad=True)
     routing = layer.router(x)
     with counted() as calls:
@@ -315,11 +318,6 @@ def bytes_of(way: str, num_tokens: int, num_experts: int = 4, k: int = 2) -> dic
     for call in calls:
         found[call.kind] = found.get(call.kind, 0) + call.num_bytes
     return found
-
-
-def _sharded(experts: torch.nn.Module, group: dist.ProcessGroup) -> torch.nn.Module:
-    """Experts of which a rank keeps some rows, and gathers the rest each time that it uses them."""
-    return FullyShardedModule(experts, group, units=[experts])
 
 
 # ---- patients

@@ -12,8 +12,8 @@ def run(source: str, name: str, names: dict[str, Any]) -> None:
     """Run a cell, and print what its last line gives, as a notebook shows it.
 
     Args:
-        source: Its text.
-        name: By which tracebacks know it.
+        source: Text of the code.
+        name: Name by which tracebacks know it.
         names: What cells before it have defined; this one adds to it.
     """
     tree = ast.parse(source, name)

@@ -28,13 +28,14 @@ from course.pool import cells, recorder, wire
 from course.pool.answers import failure_of, text_of
 from labcode.comm.grid import made_by_grid
 from labcode.runtime import bootstrap
+from labcode.runtime.units import type_in_words
 
 
 class Engine:
     """One rank.
 
     Args:
-        channel: To the pool.
+        channel: Channel to the pool.
         rank: Rank of this process.
         folder: Folder of the pool.
     """
@@ -123,7 +124,7 @@ class Engine:
 
         Args:
             path: A file with the function and its arguments, as `wire.pack_call` packs them.
-            places: Where the caller finds modules.
+            places: Folders where the caller finds modules.
             pass_rank: Put this rank before the arguments.
         """
         before = set(distributed_c10d._world.pg_map)
@@ -152,7 +153,7 @@ class Engine:
             packed = wire.dumps(value)
         except Exception as error:
             raise TypeError(
-                f"the result, a {type(value).__name__}, cannot be sent back: "
+                f"the result, {type_in_words(value)}, cannot be sent back: "
                 f"{text_of(error)}: return numbers or tensors"
             ) from None
         result = Path(f"{path}-{self.rank}")
@@ -163,8 +164,8 @@ class Engine:
         """Run a `%%px` cell.
 
         Args:
-            source: Its text.
-            name: By which tracebacks know it.
+            source: Text of the code.
+            name: Name by which tracebacks know it.
         """
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         cells.run(source, name, self.cells)

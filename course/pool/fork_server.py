@@ -54,7 +54,7 @@ class Child:
     """A process of a `ForkServer`, with the methods of `subprocess.Popen`.
 
     Args:
-        status: Over which the server says what becomes of it.
+        status: Channel over which the server says what becomes of it.
     """
 
     def __init__(self, status: socket.socket) -> None:
@@ -135,7 +135,7 @@ class ForkServer:
 
     Args:
         preload: Modules to import before the first fork.
-        folder: That goes with the server; it exists.
+        folder: Folder that goes with the server; it exists.
         env: The variables of the server; None: those of this process.
         forks: Whether children are forks; False: each imports for itself.
     """
@@ -235,7 +235,7 @@ class _Server:
     """Starts children when asked, until its owner ends.
 
     Args:
-        control: Over which requests come.
+        control: Channel over which requests come.
         start: `_forked` or `_spawned`.
     """
 
@@ -292,8 +292,8 @@ def serve(control: socket.socket, folder: str, way: str, *preload: str) -> None:
     """Be a server until the owner ends; then end all children and remove the folder.
 
     Args:
-        control: Over which requests come.
-        folder: That goes with the server.
+        control: Channel over which requests come.
+        folder: Folder that goes with the server.
         way: "fork" or "spawn".
         preload: Names of modules.
     """

@@ -194,7 +194,7 @@ class Ranks:
 
         Args:
             fn: What to call.
-            args, kwargs: Its arguments.
+            args, kwargs: Arguments of the function.
             pass_rank: True or False decides whether the rank is passed, whatever the first
                 parameter is called.
             limit_s: How long the call may take before its ranks are stopped; None is what
@@ -232,8 +232,8 @@ class Ranks:
         """Run a `%%px` cell on every rank.
 
         Args:
-            source: Its text.
-            name: By which tracebacks know it.
+            source: Text of the code.
+            name: Name by which tracebacks know it.
 
         Raises:
             RankError: As in `run`.

@@ -96,7 +96,7 @@ class _Group:
     """What stands for a process group, or for a pair of sender and receiver, in the files.
 
     Args:
-        key: Its number, the same on all ranks.
+        key: Number of the group, the same on all ranks.
         ranks: Global ranks.
     """
 

@@ -139,7 +139,8 @@ def _new_year(years: np.ndarray) -> np.ndarray:
 def _days_of_julian(year: int, month: int, day: int) -> int:
     """Days from 1970-01-01 of today's calendar to a date of the julian one."""
     if month <= 2:
-        year, month = year - 1, month + 12
+        year -= 1
+        month += 12
     # of whole days: the day number of noon, of which 1970-01-01 has 2440588
     number = (1461 * (year + 4716)) // 4 + (306001 * (month + 1)) // 10000 + day - 1524
     return number - 2440588

@@ -42,7 +42,7 @@ class DaliSource:
         reader: `loader.StepReader` of a `WeatherDataset`.
         config: `workers` threads read samples, and as many compute where the pipeline is on the
             CPU; `prefetch` steps are begun ahead.
-        device: Where the batches come out.
+        device: Device that the batches come out on.
 
     Raises:
         ValueError: DALI is not installed, or this is no weather.

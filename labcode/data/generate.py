@@ -84,7 +84,7 @@ def generate(
         path: Ends in .zarr; does not exist.
         gb: Its size, in 1e9 bytes. What is larger than `weather_files.IN_MEMORY_BYTES` is read
             again for every batch.
-        degrees: Between two grid points.
+        degrees: Degrees between two grid points.
         chunks: Times, latitudes and longitudes of a chunk; None: `CHUNK`, or the map if it is
             smaller.
         seed: The same seed gives the same values.
@@ -302,12 +302,9 @@ def main(arguments: Sequence[str]) -> int:
         help=f"times, latitudes and longitudes of a chunk ({' '.join(map(str, CHUNK))})",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compress", action="store_true", help="with zstd")
     try:
         asked = parser.parse_args(arguments)
-        plan = generate(
-            asked.path, asked.gb, asked.degrees, asked.chunks, asked.seed, asked.compress
-        )
+        plan = generate(asked.path, asked.gb, asked.degrees, asked.chunks, asked.seed)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

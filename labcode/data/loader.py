@@ -132,7 +132,7 @@ class Loader:
         batches: Which samples a step takes.
         num_parts: Micro-batches of a step.
         config: Who reads, and how far ahead.
-        device: Where the batches go.
+        device: Device that the batches go to.
         dtype: Dtype of floating-point samples on the device; None: they keep theirs.
 
     Attributes:

@@ -37,7 +37,7 @@ def check_is_file(path: Path, what: str) -> None:
     A path that does not exist, or is a folder, is left to the code that opens it.
 
     Args:
-        path: To be read.
+        path: File to be read.
         what: It should be, for the message: "text".
 
     Raises:

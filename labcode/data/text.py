@@ -161,7 +161,7 @@ def load(config: TextData, context_length: int, cache_dir: str | Path | None = N
     Args:
         config: What to read.
         context_length: S, tokens in one window.
-        cache_dir: Where token files are kept; None is `~/.cache/labcode`.
+        cache_dir: Folder of the token files; None is `~/.cache/labcode`.
 
     Raises:
         ValueError: A text that is empty, too large, no file, not UTF-8, changed while it was read,

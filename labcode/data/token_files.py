@@ -60,7 +60,8 @@ def read(
     if tokens.nbytes > SLOW_BYTES:
         print(f"looking through {si(tokens.nbytes, 'B')} of tokens in {path}", file=sys.stderr)
     digest = hashlib.sha256()
-    largest, least = 0, 0
+    largest = 0
+    least = 0
     for start in range(0, len(tokens), READ_TOKENS):
         part = np.ascontiguousarray(tokens[start : start + READ_TOKENS])
         digest.update(part.data)

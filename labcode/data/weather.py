@@ -48,7 +48,7 @@ class Sample(NamedTuple):
 
     Args:
         states: Now and at the next time, [2, C, Y, X].
-        sun: Its height at both times, [2, Y, X]; None without.
+        sun: Height of the sun at both times, [2, Y, X]; None without.
         weights: Weights of the latitudes, [Y].
     """
 
@@ -83,7 +83,7 @@ class WeatherDataset:
     lie in fewer parts.
 
     Args:
-        file: Where states come from.
+        file: File that states come from.
         statistics: How they are normalised.
         times: First time of this part, and the one after its last.
         roll: Turn the map, as above. It moves the continents too: right where times are few, a loss

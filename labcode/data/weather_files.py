@@ -67,8 +67,8 @@ class Box(NamedTuple):
     """A part of the grid; its columns go on at the first one where a row ends.
 
     Args:
-        top: Its first row, a latitude.
-        left: Its first column, a longitude.
+        top: First row, a latitude.
+        left: First column, a longitude.
         height: Rows.
         width: Columns, at most all.
     """
@@ -96,7 +96,7 @@ class WeatherFile:
     """Fields on a grid that can be read time by time.
 
     Args:
-        name: For messages.
+        name: Name for messages.
         variables: C names.
         lat: [Y] degrees north
         lon: [X] degrees east

@@ -64,7 +64,7 @@ class RankPart:
 
     Args:
         rank: Global rank.
-        places: For each dim the indices in the whole tensor.
+        places: Indices in the whole tensor, for each dim.
         values: The part itself.
     """
 
@@ -106,7 +106,7 @@ class Row:
         kind: "output", "gradient of the input" and so on.
         error: The largest relative error of a rank's part.
         bound: What rounding explains.
-        ranks: Those of the second run whose part departs by more.
+        ranks: Ranks of the second run whose part departs by more.
     """
 
     name: str
@@ -126,15 +126,11 @@ Run = dict[tuple[str, str], Entry]
 NOTHING = Entry((), [], [])
 
 
-def compare(
-    run_a: Path, run_b: Path, step: int | None = None, tolerance: float | None = None
-) -> list[Row]:
+def compare(run_a: Path, run_b: Path) -> list[Row]:
     """All tensors that both runs have recorded, in the order of the first one.
 
     Args:
         run_a, run_b: Folders of two runs, or of their records.
-        step: The number of a step; None: the first that both have.
-        tolerance: A bound for all tensors in place of that of the precision.
 
     Raises:
         ValueError: There is nothing to compare, in one line.
@@ -145,13 +141,13 @@ def compare(
     records = [_record_of(run_a), _record_of(run_b)]
     steps = [_steps_in(record) for record in records]
     both = sorted(set(steps[0]) & set(steps[1]))
-    if not both or (step is not None and step not in both):
+    if not both:
         raise ValueError(
             f"{run_a} has recorded the steps {_listed(steps[0])}, {run_b} {_listed(steps[1])}: "
             "record the same one in both, --debug.record_steps 1"
         )
     # the first one, since the bounds hold for the first step after equal weights alone
-    step = both[0] if step is None else step
+    step = both[0]
     first, precision_a = _load(records[0] / f"step-{step:06d}")
     second, precision_b = _load(records[1] / f"step-{step:06d}")
     rounding = max(_rounding(precision_a, first), _rounding(precision_b, second))
@@ -172,7 +168,7 @@ def compare(
         # weights before the step were rounded when they were stored, and not since
         if first[key].order[0] == BEFORE:
             bound = SAFETY * stored
-        rows.append(_row(key, first[key], second[key], tolerance or bound))
+        rows.append(_row(key, first[key], second[key], bound))
     if not rows:
         raise ValueError(f"{run_a} and {run_b} share no tensor: they are different models")
     return rows
@@ -225,12 +221,10 @@ def main(args: Sequence[str]) -> int:
     )
     parser.add_argument("run_a", type=Path, help="folder of a run with --debug.record_steps")
     parser.add_argument("run_b", type=Path, help="folder of another run of the same recipe")
-    parser.add_argument("--step", type=int, help="which step; the first that both have")
-    parser.add_argument("--tolerance", type=float, help="relative error that is allowed")
     parser.add_argument("--all", action="store_true", help="show all tensors")
     try:
         given = parser.parse_args(args)
-        rows = compare(given.run_a, given.run_b, given.step, given.tolerance)
+        rows = compare(given.run_a, given.run_b)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

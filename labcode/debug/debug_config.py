@@ -125,8 +125,8 @@ class ConfigBlock:
     """One block of the file: some layers, and what is done to them.
 
     Args:
-        name: Its key.
-        line: Where it begins, from 1.
+        name: Key of the block.
+        line: Number of its first line, from 1.
         layers: {key of LAYER_KEYS: value}
         features: {name: settings} of those that are enabled, each by its name of today.
     """
@@ -162,7 +162,7 @@ class _Reader:
     """The file while it is checked.
 
     Args:
-        path: For messages.
+        path: Path for messages.
         own_features: Names of features that the user wrote.
     """
 
@@ -258,9 +258,9 @@ class _Reader:
         """The settings of a feature; None if it is not enabled.
 
         Args:
-            given: Its name in the file.
-            name: Its name of today.
-            own: Where it stands.
+            given: Name of the feature in the file.
+            name: Name that the feature has today.
+            own: Place of the feature in the file.
             node: What stands under it.
         """
         if name in self.own_features:
@@ -284,7 +284,7 @@ class _Reader:
         """The settings of a feature, of one of its products, or of one of its tensors.
 
         Args:
-            what: For messages.
+            what: Words for messages.
             node: A mapping.
             takes: What the feature takes; without tensors inside a tensor.
             first: The key that makes this level, "enabled", "gemm" or "tensor".
@@ -344,7 +344,8 @@ class _Reader:
                     f"{given} gives {' '.join(names)} two settings, and the first one alone would "
                     "count: keep one of them",
                 )
-            if given == "DumpTensors" and not _dumps(entry):
+            dumps = entry.get("high_precision_tensor") or entry.get("quantized_tensor")
+            if given == "DumpTensors" and not dumps:
                 raise self.fail(
                     own,
                     f"{given} writes nothing{of}: set high_precision_tensor or quantized_tensor "
@@ -430,7 +431,7 @@ def choose(
     Args:
         blocks: The blocks of the file.
         layers: Names of all linear layers of the whole model.
-        path: For messages.
+        path: Path for messages.
 
     Raises:
         ValueError: Two blocks choose one layer, or a block chooses none.
@@ -529,7 +530,7 @@ def not_of_recipe(stat: str, recipe: str) -> str | None:
     """Why a run of a recipe cannot have a statistic of LogFp8TensorStats; None: it can.
 
     Args:
-        stat: Its name in the YAML.
+        stat: Name of the statistic in the YAML.
         recipe: DELAYED, CURRENT or BLOCKS.
     """
     asked = FP8_STATISTICS[stat]
@@ -581,10 +582,6 @@ def _not_here(name: object) -> str | None:
         if str(name).startswith(known):
             return f"Transformer Engine has {name}, this course does not: {instead}"
     return None
-
-
-def _dumps(entry: Mapping[str, Any]) -> bool:
-    return bool(entry.get("high_precision_tensor") or entry.get("quantized_tensor"))
 
 
 def _translated(block: ConfigBlock, layers: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ class Debugging:
     Args:
         settings: The debug settings of the run.
         model: This rank's part.
-        device: Where it computes.
+        device: Device that it computes on.
         precision: A name of `train.dtype` but "auto".
 
     Raises:

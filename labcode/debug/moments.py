@@ -56,9 +56,11 @@ class Moments:
         # * n / n may round, and an infinite mean times 0 is NaN.
         distance = other.mean - self.mean
         if self.count == 0:
-            distance, mean = 0.0, other.mean
+            distance = 0.0
+            mean = other.mean
         elif other.count == 0:
-            distance, mean = 0.0, self.mean
+            distance = 0.0
+            mean = self.mean
         else:
             mean = self.mean + distance * other.count / count
         between = distance * distance * self.count * other.count / count

@@ -110,7 +110,7 @@ class _Products(NamedTuple):
         module: The layer.
         plain: What it computes with otherwise.
         watched: What it computes with in a step in which a feature is at work.
-        block: Its features.
+        block: Block with its features.
     """
 
     module: Any
@@ -486,7 +486,7 @@ def _check_same(files: Sequence[Sequence[ConfigBlock]], config: Path) -> None:
 
     Args:
         files: The blocks of each rank.
-        config: For the message.
+        config: Config, for the message.
     """
     # without the line: a comment more in one of the files changes nothing
     first = [replace(block, line=0) for block in files[0]]

@@ -300,7 +300,8 @@ class Recorder:
         tokens = sizes.own_tokens if is_cut else sizes.sequence_tokens
         if len(tokens) != tensor.shape[1]:
             return  # not a part of the sequence: heads inside attention, or the whole picture
-        num_features, features = tensor.shape[2], torch.arange(tensor.shape[2])
+        num_features = tensor.shape[2]
+        features = torch.arange(num_features)
         if is_cut:
             # The indices are cut like the weight, so that both never disagree (`boxes` does the
             # same). The full weights know a tied head by its own name, too.
@@ -365,7 +366,8 @@ class Recorder:
         for axis, shard in sharding.shards.items():
             along = replace(shard, dim=0)
             indices = places[shard.dim]
-            index, parts = self._grid.coord(axis), self._grid.size(axis)
+            index = self._grid.coord(axis)
+            parts = self._grid.size(axis)
             places[shard.dim] = along.take(indices, index, parts)
         return places
 

@@ -16,7 +16,7 @@ class StepReplay:
 
     Args:
         model: This rank's part.
-        device: Where it computes.
+        device: Device that it computes on.
 
     Held by: tests/ranks/test_not_finite.py::test_a_training_names_the_tensor_and_stops
     """

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code.
 
     Args:
-        arguments: Without the program's name; None: those of this process.
+        arguments: Arguments without the program's name; None: those of this process.
     """
     words = sys.argv[1:] if arguments is None else arguments
     command = words[0] if words and not words[0].startswith("-") else None

@@ -11,7 +11,7 @@ class Finding:
     """One thing that is wrong.
 
     Args:
-        name: Its short name, such as "same data".
+        name: Short name, such as "same data".
         what: What is wrong, in one sentence.
         ranks: The ranks on which it was seen.
         evidence: The number that shows it.
@@ -44,8 +44,8 @@ class Facts:
     """Plain numbers of one rank; they travel as JSON.
 
     Args:
-        rank: Whose they are.
-        ranks: That train together; the facts of some may be missing.
+        rank: Rank that they are from.
+        ranks: Number of ranks that train together; the facts of some may be missing.
         device: Device of the parameters, "node cpu" or "node GPU-uuid".
         inputs: A checksum of the inputs of each of the first forward passes.
         drops_out: Whether the model has a Dropout, so that equal inputs give unequal gradients.

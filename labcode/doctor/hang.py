@@ -29,7 +29,7 @@ from labcode.doctor.standing import own_standing, position_of_main_thread
 from labcode.runtime.waits import Standing, describe
 
 QUIET_S = 60.0  # after so long without progress the ranks tell where they stand
-LOOKS = 6  # in that time
+LOOKS_PER_QUIET = 6  # how often a thread looks in that time
 ANSWER_S = 5.0  # for the ranks to answer, beside the time until they look
 
 
@@ -89,7 +89,7 @@ class HangWatch:
     def _watch(self, store: dist.Store) -> None:
         # the store goes with the rank or the agent that hosts it; then there is nobody to tell
         with contextlib.suppress(RuntimeError, ValueError):
-            while not self._stop.wait(self.quiet_s / LOOKS):
+            while not self._stop.wait(self.quiet_s / LOOKS_PER_QUIET):
                 self._look(store)
 
     def _look(self, store: dist.Store) -> None:
@@ -134,7 +134,7 @@ class HangWatch:
     @property
     def _patience_s(self) -> float:
         """Until all ranks that can have answered: each of them looks once in this time."""
-        return self.quiet_s / LOOKS + min(ANSWER_S, self.quiet_s)
+        return self.quiet_s / LOOKS_PER_QUIET + min(ANSWER_S, self.quiet_s)
 
     def _gather(self, store: dist.Store, episode: str) -> list[Standing]:
         """What the ranks say within the time that they have for it."""

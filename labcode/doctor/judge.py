@@ -23,8 +23,8 @@ def judge(facts: list[Facts]) -> list[Finding]:
         facts: Facts from all ranks, in rank order.
     """
     found: list[Finding] = []
-    for look in LOOKS:
-        found.extend(look(facts))
+    for finder in FINDERS:
+        found.extend(finder(facts))
     return found
 
 
@@ -337,11 +337,11 @@ def _step_s(fact: Facts) -> float:
     return sum(map(median, fact.seconds.values()))
 
 
-LOOKS = (stopped_calls, same_data, foreign_data, epoch_forgotten, different_start, drifted_apart)
-LOOKS += (samplers_disagree,)
-LOOKS += (statistics_diverge, changed_after_wrapping, *judge_gradient.LOOKS)
-LOOKS += (needless_search, missing_search, crowded_gpu, saved_by_all, slow_rank, same_draws)
-LOOKS += (counted_twice, other_optimizer, reducer_errors)
+FINDERS = (stopped_calls, same_data, foreign_data, epoch_forgotten, different_start, drifted_apart)
+FINDERS += (samplers_disagree,)
+FINDERS += (statistics_diverge, changed_after_wrapping, *judge_gradient.FINDERS)
+FINDERS += (needless_search, missing_search, crowded_gpu, saved_by_all, slow_rank, same_draws)
+FINDERS += (counted_twice, other_optimizer, reducer_errors)
 
 
 def _ranks(facts: list[Facts]) -> tuple[int, ...]:

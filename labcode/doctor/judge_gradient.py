@@ -38,7 +38,7 @@ class _Total:
     Args:
         value: T.
         count: Backward passes of it on each rank; 0 if their numbers differ.
-        factor: In front of the loss.
+        factor: Factor in front of the loss.
         averaging: a times the number of ranks: 1 where gradients are averaged once.
         divisor: What it was divided by.
         is_mean: It is written as a mean, and not as a sum.
@@ -368,9 +368,9 @@ def _sends(step: Step) -> int:
     return sum(1 for one in step["passes"] if one["sends"])
 
 
-LOOKS = (needless_syncs, undivided_losses, uneven_means, wrong_scale, lost_micro_batches)
-LOOKS += (old_gradients, clipped_while_scaled, not_finite, summed_losses, divided_by_all)
-LOOKS += (gradients_set_to_zero, loss_scale_left, uneven_windows)
+FINDERS = (needless_syncs, undivided_losses, uneven_means, wrong_scale, lost_micro_batches)
+FINDERS += (old_gradients, clipped_while_scaled, not_finite, summed_losses, divided_by_all)
+FINDERS += (gradients_set_to_zero, loss_scale_left, uneven_windows)
 
 
 def have_other_gradients(facts: list[Facts]) -> bool:

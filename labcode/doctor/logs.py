@@ -32,7 +32,7 @@ def main(command: str, arguments: Sequence[str]) -> int:
 
     Args:
         command: Which of them.
-        arguments: Behind that word.
+        arguments: Arguments behind that word.
     """
     parser = Parser(prog=f"python -m labcode.doctor {command}", description=HELP[command])
     parser.add_argument("files", nargs="+", metavar="FILE", help="of one job, of any of its ranks")

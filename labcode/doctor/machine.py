@@ -90,7 +90,7 @@ def check_master_port(several_nodes: bool, port: int = TORCHRUN_PORT) -> Checked
 
     Args:
         several_nodes: Whether jobs of several nodes run here; one node needs no fixed port.
-        port: Its number.
+        port: Number of the port.
     """
     name = "torchrun's port"
     try:
@@ -141,7 +141,7 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Checked:
     """There is shared memory for DataLoader workers, NCCL and the ranks' semaphores.
 
     Args:
-        folder: Where the system has it.
+        folder: Folder where the system has it.
     """
     name = "shared memory"
     cure = "docker run --shm-size=8g or --ipc=host; else remove what processes have left there"

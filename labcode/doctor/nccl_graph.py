@@ -9,11 +9,11 @@ class Rank:
     """One rank of a communicator; what the log does not tell is None.
 
     Args:
-        rank: Its number there.
+        rank: Number of the rank there.
         host: Name of its machine.
         gpu: Number of its GPU there, as CUDA counts.
         bus_id: PCI bus of the GPU, hexadecimal: "c8000" is 0000:c8:00.0.
-        pid: Its process.
+        pid: Process id of the rank.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Interface:
     """A network interface that NCCL chose.
 
     Args:
-        host: Where.
+        host: Host of the interface.
         use: What for: "bootstrap", "NET/Socket", "NET/IB out of band".
         name: "eth0", ...
         address: The host's IP address there.
@@ -84,7 +84,7 @@ class Communicator:
     Args:
         id: NCCL's `commId`, the same on all ranks; "" where the version prints none.
         size: Number of ranks.
-        ranks: By their number.
+        ranks: Ranks by their number.
         links: Each once, although both ends print a link through the network.
         rings: The ranks in the order of the ring, by channel; only rank 0 prints them.
         trees: The place of each rank in each channel's tree.

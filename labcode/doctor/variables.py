@@ -26,7 +26,7 @@ def check_variables(
     Args:
         env: The environment variables.
         interfaces: Names of the network interfaces of this machine.
-        num_cores: That this process may run on.
+        num_cores: Number of cores that this process may run on.
         infiniband: Names of its InfiniBand or RoCE cards.
     """
     nodes = env.get("SLURM_NNODES", "")

@@ -48,9 +48,9 @@ class Story:
         skipped: Forward passes of training that no backward pass followed.
         last_skipped: What the last of them was, in words.
         passes: Begun through a loader.
-        batches: That the newest of them has given.
+        batches: Number of batches that the newest of them has given.
         ended: Whether that pass has come to its end.
-        error: With which the rank has left the block.
+        error: Error with which the rank has left the block.
     """
 
     skipped: int = 0
@@ -86,7 +86,7 @@ class CallCheck:
     Args:
         store: Store of the job.
         prefix: Prefix of the keys of this block.
-        facts: Gets what was found.
+        facts: Facts that get what was found.
         group: The ranks of the block.
         limit_s: How long the others may be late.
         tell: Says how far this rank is.

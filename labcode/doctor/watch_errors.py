@@ -13,7 +13,7 @@ class Meaning(NamedTuple):
     Args:
         words: Words of the error's text.
         name: Name of the finding.
-        what: Is wrong.
+        what: What is wrong.
         cure: What to change.
     """
 

@@ -76,7 +76,7 @@ class Gradient:
     """The gradient of the weights of one optimizer.
 
     Args:
-        optimizer: Whose.
+        optimizer: Optimizer of the parameters.
         trained: Weights of the model that need a gradient.
 
     Attributes:
@@ -148,8 +148,8 @@ class Gradient:
 
         Args:
             clip: Does it.
-            params: Whose gradients are clipped.
-            max_norm: To which norm.
+            params: Parameters whose gradients are clipped.
+            max_norm: Norm that they are clipped to.
         """
         own = {id(param) for param in self._read}
         is_own = self._clip is None and any(id(param) in own for param in params)

@@ -44,6 +44,7 @@ from labcode.doctor.watch_gradient import Gradient, foreign_and_forgotten
 from labcode.doctor.watch_loss import Weight, calling_place, key_of, watch_loss
 from labcode.doctor.watch_samples import Pass, Passes
 from labcode.runtime.bootstrap import describe
+from labcode.runtime.units import type_in_words
 
 NOTED_STEPS = 200  # so that a long run needs no more memory
 HASHED_PASSES = 32  # forward passes whose inputs are compared: on a GPU each is waited for
@@ -652,7 +653,7 @@ def _with_hooks(optimizer: Any) -> torch.optim.Optimizer:
         inner = getattr(inner, "optimizer", None) or getattr(inner, "optim", None)
     if inner is None:
         raise ValueError(
-            f"doctor.watch was given a {type(optimizer).__name__} for the optimizer: give it the "
+            f"doctor.watch was given {type_in_words(optimizer)} for the optimizer: give it the "
             "torch.optim.Optimizer whose step() the loop calls, or a list of them"
         )
     return inner

@@ -18,7 +18,9 @@ import torch
 
 CALLERS = 12  # of backward that are looked at
 NODES = 64  # of a graph that are looked at: a loss of several parts
-MEAN, SUM = 1, 2  # PyTorch's numbers for the reduction of a loss
+# PyTorch's numbers for the reduction of a loss
+MEAN = 1
+SUM = 2
 DIVISIONS = ("DivBackward0", "DivBackward1")
 CLASSES = ("NllLoss", "BinaryCrossEntropy")  # losses that nobody halves, as one does with squares
 
@@ -180,7 +182,7 @@ def key_of(place: str, nth: int, reached: Iterable[int]) -> int:
     """A number that the micro-batches of one loss have in common, on all ranks.
 
     Args:
-        place: Where backward was called (`calling_place`).
+        place: Place where backward was called (`calling_place`).
         nth: How many times since the last forward pass: two losses of one are no micro-batches.
         reached: Numbers of the weights that got a gradient.
     """

@@ -26,7 +26,7 @@ class Pass:
         num_samples: Number of samples in its data set; 0 if that is not known.
         num_drawn: Samples that the sampler gave this rank.
         epoch: What the sampler was told.
-        batches: That have come.
+        batches: Number of batches that have come.
         ended: Whether there are no more.
         trained: Forward passes that train.
         evaluated: Other forward passes.

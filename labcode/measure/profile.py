@@ -26,10 +26,9 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("run", help="the folder of a run, or a trace")
     parser.add_argument("--rank", type=int, default=None, help="whose profile; the first there is")
-    parser.add_argument("--rows", type=int, default=10, help="operations in the table")
     try:
         asked = parser.parse_args(words)
-        print(summary(asked.run, rank=asked.rank, rows=asked.rows))
+        print(summary(asked.run, rank=asked.rank))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -25,7 +25,7 @@ def run(
         what: What to call it in an error.
         timeout_s: Time it may take.
         input: Text for its standard input.
-        env: Its environment; None for that of this process.
+        env: Environment of the command; None for that of this process.
 
     Raises:
         TimeoutError: The time is over.

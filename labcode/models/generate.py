@@ -41,7 +41,7 @@ class CachedAttention(nn.Module):
     """Causal attention of new tokens to all so far; it stands in for `CoreAttention`.
 
     Args:
-        max_tokens: For how many tokens there is room.
+        max_tokens: Number of tokens that there is room for.
     """
 
     def __init__(self, max_tokens: int) -> None:

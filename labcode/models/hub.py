@@ -72,8 +72,8 @@ class Family:
     """A model of the hub.
 
     Args:
-        model_type: In its config.json.
-        title: For messages.
+        model_type: Model type in its config.json.
+        title: Title for messages.
         prefix: The prefix of the names in a checkpoint of the model with a head.
         ends: {module here: module there}, of those in no layer.
         layer: The name of a layer, before its number.
@@ -193,14 +193,16 @@ class Described:
                 continue
             if name == "vocab_size" and config.vocab_size is None:
                 continue
-            theirs, ours = getattr(whole, name), getattr(config, name)
+            theirs = getattr(whole, name)
+            ours = getattr(config, name)
             if theirs == ours:
                 continue
             if name == "num_kv_heads" and theirs is None and config.kv_heads == config.num_heads:
                 continue
             # None and the number that it stands for are the same model
             if name in OR_DERIVED:
-                theirs, ours = getattr(whole, OR_DERIVED[name]), getattr(config, OR_DERIVED[name])
+                theirs = getattr(whole, OR_DERIVED[name])
+                ours = getattr(config, OR_DERIVED[name])
             if not (theirs == ours or _is_close(theirs, ours)):
                 differ[name] = theirs
         return differ
@@ -236,7 +238,8 @@ def _describe_rotary(content: Mapping[str, Any], found: Described) -> None:
     if isinstance(base, bool) or not isinstance(base, int | float):
         raise ValueError(f"rope_theta={base!r} is not a number")
     found.put("rotary_base", "rope_theta", float(base))
-    heads, hidden = found.fields["num_heads"], found.fields["hidden_size"]
+    heads = found.fields["num_heads"]
+    hidden = found.fields["hidden_size"]
     size = content.get("head_dim")
     if size is not None and size * heads != hidden:
         raise ValueError(
@@ -486,7 +489,7 @@ def state_dict(config: GPTConfig, weights: Mapping[str, torch.Tensor]) -> dict[s
 
     Args:
         config: The config of the GPT.
-        weights: Its state dict.
+        weights: State dict of the model.
 
     Raises:
         ValueError: The hub has no such model.

@@ -65,7 +65,7 @@ def adapter_config(config: GPTConfig, lora: LoraConfig, base: str | None) -> dic
 
     Args:
         config: The config of the GPT.
-        lora: That of its adapters.
+        lora: Config of its adapters.
         base: Where the model is that was frozen; None: nobody has written it.
 
     Raises:

@@ -80,7 +80,7 @@ class Router(nn.Module):
             it was last zeroed.
         sum_counts: What adds up [B, E] counts over the ranks that hold other tokens of the same
             sequences; alone there are none.
-        losses: Those of the same forwards, without `loss_scale`; they hang on no graph.
+        losses: Losses of the same forwards, without `loss_scale`; they hang on no graph.
         loss_scale: Factor of this router's losses in backward: the weight of a micro-batch's mean
             loss in that of a step.
 

@@ -39,6 +39,7 @@ from labcode.parallel.zero.fsdp import TorchFullyShardedModule
 from labcode.parallel.zero.parameters import Materialize
 from labcode.precision.fp8 import Fp8
 from labcode.runtime.agreement import on_every_rank
+from labcode.runtime.units import type_in_words
 
 MakePlan = Callable[[Any, Grid, ParallelConfig], ModelPlan]
 
@@ -164,7 +165,7 @@ def _known_plan(model: nn.Module) -> MakePlan:
     if type(model) not in PLANS:
         known = ", ".join(kind.__name__ for kind in PLANS)
         raise ValueError(
-            f"no plan is known for a {type(model).__name__}, there are plans for {known}: "
+            f"no plan is known for {type_in_words(model)}, there are plans for {known}: "
             "give one as make_plan"
         )
     return PLANS[type(model)]

@@ -140,7 +140,7 @@ class Kernel(NamedTuple):
     """One way to compute a block.
 
     Args:
-        name: For people.
+        name: Name for people.
         forward: (q [B, N, Q, D], k, v [B, K, S, D], causal) -> out [B, N, Q, D], lse [B, N, Q] in
             `wide_dtype`. causal: query i sees keys 0..i; Q = S then.
         backward: (dout, q, k, v, out, lse, causal) -> dq, dk, dv in the shapes of q, k and v.

@@ -54,9 +54,9 @@ class Run(NamedTuple):
     """Consecutive indices along one dim.
 
     Args:
-        first: In the whole weight.
-        own_first: In this rank's part.
-        length: How many.
+        first: First index in the whole weight.
+        own_first: First index in this rank's part.
+        length: Number of indices.
     """
 
     first: int
@@ -96,6 +96,8 @@ class Box(NamedTuple):
             end = min(first + self.sizes[dim], other.offsets[dim] + other.sizes[dim])
             if end <= begin:
                 return None
+            # Both boxes count from the beginning of the whole weight. What they have in common lies
+            # as far into this rank's part as it lies into this box.
             firsts.append(begin)
             own_firsts.append(self.own_offsets[dim] + begin - first)
             lengths.append(end - begin)
@@ -112,6 +114,8 @@ def boxes_of(sharding: ParamSharding, place: Coordinates) -> list[Box]:
         starts = _starts_of_copied_sections(sharding, dim)
         runs_of_dims.append(_runs(_indices(sharding, dim, place), starts))
     boxes = []
+    # Each dim is cut without regard to the others, so every run of rows meets every run of columns:
+    # 3 runs of a fused q | k | v along dim 0, each with 1 along dim 1, are 3 boxes.
     for runs in itertools.product(*runs_of_dims):
         offsets = tuple(run.first for run in runs)
         own_offsets = tuple(run.own_first for run in runs)
@@ -122,6 +126,9 @@ def boxes_of(sharding: ParamSharding, place: Coordinates) -> list[Box]:
 
 def _indices(sharding: ParamSharding, dim: int, place: Coordinates) -> torch.Tensor:
     """Which indices of one dim this rank has, in the order in which it has them."""
+    # The cuts of all axes are played on the numbers 0, 1, 2, ... in place of the weight. A formula
+    # for the bounds would be shorter for one cut, but has to know how cuts of two axes, uneven
+    # sizes and fused sections work together; `take` knows all of that already.
     indices = torch.arange(sharding.shape[dim])
     for axis, shard in sharding.shards.items():
         if shard.dim == dim:
@@ -148,11 +155,12 @@ def _runs(indices: torch.Tensor, starts: list[int]) -> list[Run]:
     """Indices that follow each other, joined to runs: 1 2 3 7 8 -> (1, length 3), (7, length 2).
 
     Args:
-        indices: In ascending order.
+        indices: Indices in ascending order.
         starts: Indices at which a new run begins in any case.
     """
     if len(indices) == 0:
         return []
+    # a run ends where the next index is not one more, or where a section begins that is copied
     is_break = (indices.diff() != 1) | torch.isin(indices[1:], torch.tensor(starts))
     breaks = is_break.nonzero().flatten() + 1
     begins = [0, *breaks.tolist()]

@@ -50,7 +50,7 @@ def on_gradient(param: nn.Parameter, method: Callable[[nn.Parameter], None]) -> 
     collector does not look: with a strong reference neither the model nor its buckets would ever be
     freed, nor the process group with its threads.
     """
-    alive = weakref.WeakMethod(method)
+    alive = weakref.WeakMethod(method)  # a plain weakref of a bound method dies at once
 
     def hook(param: nn.Parameter) -> None:
         call = alive()
@@ -208,6 +208,8 @@ def cut_into_buckets(
     limit_bytes = 1e6 * min(bucket_mb, first_bucket_mb)
     buckets: list[list[nn.Parameter]] = []
     filled_bytes = 0
+    # First come, first served. Packing by size would fill buckets better, but a bucket is sent when
+    # its last gradient is there, so it must not mix layers that backward reaches far apart.
     for param in params:
         size_bytes = param.numel() * param.element_size()
         fits = (

@@ -42,6 +42,8 @@ class WeightGradientStore:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Around a forward, and around its repetition under activation checkpointing."""
+        # A context variable: the layers are built before there is a store to give them.
+        # It is reset, so that no later forward puts off what nobody would finish.
         token = current_store.set(self)
         try:
             with _ExchangeLinear(self):
@@ -98,6 +100,8 @@ class _ExchangeLinear(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        # Without gradients there is no backward to halve, and a weight that is no parameter has no
+        # `.grad` that `finish` could add to.
         if func is F.linear and not kwargs and torch.is_grad_enabled():
             x, weight, *rest = args
             if isinstance(weight, nn.Parameter):

@@ -36,7 +36,7 @@ class RngStream:
     """A sequence of random numbers beside that of the process.
 
     Args:
-        seed: Where it starts.
+        seed: Seed that it starts from.
         device: The device whose generator it stands in for.
 
     Attributes:

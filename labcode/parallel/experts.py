@@ -298,10 +298,10 @@ def load_of(
     Args:
         routed: What this rank has routed.
         tokens: The ranks that hold other tokens of the same batch.
-        stages: Those that hold other layers.
+        stages: The ranks that hold other layers.
         copies: How many ranks of `tokens` hold whole sequences, dp: their losses are averaged,
             while the others add up.
-        device: Where the counts are.
+        device: Device of the counts.
 
     Held by: tests/ranks/test_experts.py
     """

@@ -113,6 +113,7 @@ def apply_plan(model: nn.Module, entries: Iterable[PlanEntry]) -> None:
 
 def _matching(model: nn.Module, pattern: str) -> list[str]:
     """The modules that a pattern names; a * stands for one part of a name."""
+    # For fnmatch a * crosses dots as well, so names of another depth are left out first.
     depth = pattern.count(".")
     names = [name for name, _ in model.named_modules() if name.count(".") == depth]
     return [name for name in names if fnmatchcase(name, pattern)]

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from labcode.perf.transformer import Transformer
 from labcode.runtime.fields import shown
 from labcode.runtime.file_kinds import kind_of
+from labcode.runtime.units import type_in_words
 
 CONFIG = "config.json"
 USUAL_TOKENS = 4096  # of a sequence, where the file allows more and nobody says how many
@@ -199,7 +200,7 @@ def _json(path: Path) -> dict[str, Any]:
             "more"
         ) from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}: {expected} is names and values")
+        raise ValueError(f"{path} holds {type_in_words(found)}: {expected} is names and values")
     return found
 
 

@@ -87,7 +87,8 @@ def _blocks(trace: Trace) -> list[_Block]:
     changes = [event for event in trace.instants if event.name == "[memory]"]
     if not changes:
         raise ValueError("the trace has no allocations: record it with --profile.memory")
-    device = _device_of(changes)
+    # The GPU where memory of one was recorded: PyTorch counts 0 for the CPU and 1 for CUDA.
+    device = max(event.args.get("Device Type", 0) for event in changes)
     changes = [event for event in changes if event.args.get("Device Type") == device]
     marks = [event for event in trace.events if MARK.fullmatch(event.name)]
     blocks: list[_Block] = []
@@ -98,11 +99,6 @@ def _blocks(trace: Trace) -> list[_Block]:
         else:
             _apply(event, living, blocks)
     return blocks
-
-
-def _device_of(changes: list[Event]) -> Any:
-    """The GPU where memory of one was recorded; PyTorch counts 0 for the CPU and 1 for CUDA."""
-    return max(event.args.get("Device Type", 0) for event in changes)
 
 
 def _replay(event: Event, living: dict[int, _Block], blocks: list[_Block]) -> None:

@@ -83,7 +83,15 @@ class Refusal(NamedTuple):
     @property
     def reason(self) -> str:
         """Why."""
-        needed = f"needs {self.needed_bytes / GIB:.1f} GiB of {self.limit_bytes / GIB:.1f}"
+        # as many digits as tell the two numbers apart
+        digits = 1
+        while digits < 3 and f"{self.needed_bytes / GIB:.{digits}f}" == (
+            f"{self.limit_bytes / GIB:.{digits}f}"
+        ):
+            digits += 1
+        needed = (
+            f"needs {self.needed_bytes / GIB:.{digits}f} GiB of {self.limit_bytes / GIB:.{digits}f}"
+        )
         return f"{needed}, as does every larger micro-batch" if self.and_larger else needed
 
 

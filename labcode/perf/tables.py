@@ -151,6 +151,8 @@ def plan_text(found: Plan, *, top: int = 10, every: bool = False) -> str:
             f"ZeRO-{nearest.settings.zero_stage}, "
             f"checkpointing {nearest.settings.activation_checkpointing}: {nearest.reason}"
         )
+        if not found.ranked:
+            lines.append("try more GPUs (--gpus), or a leaner --state such as bf16")
     return "\n".join(lines)
 
 

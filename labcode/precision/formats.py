@@ -34,7 +34,7 @@ class Format:
     Args:
         name: The name in FORMATS.
         exponent_bits: Number of bits of the exponent.
-        fraction_bits: Behind the leading 1.
+        fraction_bits: Number of bits behind the leading 1.
         largest: The largest finite number.
         has_infinity: What is too large can become infinite.
         dtype: PyTorch's, if it has one.

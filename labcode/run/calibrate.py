@@ -51,7 +51,8 @@ BUSY = {
     "cuda": {"num_heads": 16, "hidden_size": 2048, "context_length": 2048},
 }
 SAMPLES = 4  # of a rank
-FEW_LAYERS, MORE_LAYERS = 1, 4
+FEW_LAYERS = 1
+MORE_LAYERS = 4
 NEVER = 10**6  # steps until copies that train alone are averaged
 Call = Callable[[torch.Tensor], object]
 

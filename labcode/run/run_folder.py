@@ -76,8 +76,8 @@ class RunFolder:
             check_movable(out)
         else:
             raise ValueError(
-                f"{out} exists already: choose another train.out, or give it another name with "
-                "--train.overwrite"
+                f"{out} exists already: choose another train.out, or add --train.overwrite, "
+                "which gives the old one another name"
             )
         self._lock = RunLock(out)
         self._lock.take()

@@ -64,10 +64,12 @@ def train(config: Config, named: dict[str, Any], target: float | None, threads: 
         history = log.history
         fit(training, observers_of(training, log, None, target=target))
     except Diverged as error:
-        status, reason = DIVERGED, errors.text_of(error)
+        status = DIVERGED
+        reason = errors.text_of(error)
     except Exception as error:
         traceback.print_exc()
-        status, reason = FAILED, errors.text_of(error) or type(error).__name__
+        status = FAILED
+        reason = errors.text_of(error) or type(error).__name__
     finally:
         if training is not None:
             training.close()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from labcode.runtime.files import write_atomically
+from labcode.runtime.units import type_in_words
 
 TABLE = "results.jsonl"
 DONE = "done"
@@ -95,7 +96,7 @@ def from_json(line: str) -> Row:
     """
     found = json.loads(line)
     if not isinstance(found, dict):
-        raise ValueError(f"a {type(found).__name__}")
+        raise ValueError(type_in_words(found))
     for name in ("losses", "val_losses"):
         found[name] = tuple((int(step), float(loss)) for step, loss in found.get(name, ()))
     return Row(**found)

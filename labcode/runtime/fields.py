@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from labcode.runtime.suggest import did_you_mean, meant
+from labcode.runtime.units import type_in_words
 
 # characters that no name or path needs and that would break a message into lines: control
 # characters, bytes that are no UTF-8, separators of lines and paragraphs
@@ -143,7 +144,7 @@ def _wrong_type(path: str, value: object, wanted: Any) -> ValueError:
     if value is None or isinstance(value, bool | int | float | str):
         return ValueError(f"{path}={shown(value)} is not {described(wanted)}")
     # any object may come here, and its text may be long, or not exist
-    return ValueError(f"{path} is a {type(value).__name__}: give {described(wanted)}")
+    return ValueError(f"{path} is {type_in_words(value)}: give {described(wanted)}")
 
 
 def _check_text(path: str, value: str) -> None:

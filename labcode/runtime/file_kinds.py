@@ -239,7 +239,8 @@ def _numbers(head: bytes, size: int, path: Path) -> Kind:
     if path.suffix in (".bin", ".u16", ".u32", ".tokens", ".tok", ".raw", ".npy", ".memmap"):
         pairs = len(head) // 4
         halves = struct.unpack(f"<{2 * pairs}H", head[: 4 * pairs])
-        lower, upper = max(halves[::2], default=0), max(halves[1::2], default=0)
+        lower = max(halves[::2], default=0)
+        upper = max(halves[1::2], default=0)
         # The upper half of a token of 4 bytes is zero, or small beside the lower one; of tokens of
         # 2 bytes the two are as large, however few letters an alphabet has.
         if pairs and size % 4 == 0 and upper < 16 and upper <= lower // 64:

@@ -47,6 +47,16 @@ def plural(number: int, name: str) -> str:
     return f"{number} {name}{ending}"
 
 
+def type_in_words(value: object) -> str:
+    """What a value is, with its article: "a list", "an int", "an ndarray".
+
+    Held by: tests/unit/test_units.py
+    """
+    name = type(value).__name__
+    article = "an" if name.lower().startswith(("a", "e", "i", "o", "nd")) else "a"
+    return f"{article} {name}"
+
+
 def _three_digits(value: float) -> float:
     return float(f"{value:.3g}")
 

@@ -80,7 +80,7 @@ def _run_ahead(
 
     Args:
         rank: The rank.
-        order: Its actions, in order.
+        order: Actions of the rank, in order.
         num_stages: The number of stages of the whole pipeline.
         duration: Time of an action.
         hop: Time of a message between two ranks.
@@ -94,6 +94,8 @@ def _run_ahead(
     while len(spans) < len(order):
         action = order[len(spans)]
         start = spans[-1].stop if spans else 0
+        # A message is late by one hop only where it changes the rank: between two stages of one
+        # rank (interleaving) the tensor is handed over and nothing is sent.
         for need in waits_for(action, num_stages):
             if need not in done:
                 return len(spans) > first
@@ -177,6 +179,7 @@ def _circle(first: int, waits_on: dict[int, int | None]) -> list[int]:
     """
     path = []
     rank = first
+    # Each stuck rank names one other, so there is one way to go and no search to do.
     while rank not in path:
         path.append(rank)
         following = waits_on[rank]

@@ -136,6 +136,8 @@ def parse(args: Sequence[str], command: str = "submit") -> tuple[str | None, Opt
             raise UsageError(f"{word} is an option of sbatch: here it is {meant}")
     if words and not words[0].startswith("--"):
         way_out = f"one recipe comes first, then options: {PROGRAM} {command} RECIPE --nodes 2"
+        if command == "lint" and target is not None and Path(target).is_file():
+            way_out = f"one script at a time, then options: {PROGRAM} lint {target}"
         raise UsageError(f"what is {words[0]!r}? {way_out}")
     own: list[str] = []
     overrides: list[str] = []
@@ -275,7 +277,7 @@ def _script(path: str) -> str:
         raise UsageError(f"{path} is a folder: name the script in it") from None
     except FileNotFoundError:
         known = ", ".join(RECIPES)
-        message = f"{path} is neither a script nor a recipe: there are {known}"
+        message = f"{path} is neither a file here nor a recipe: the recipes are {known}"
         raise UsageError(message) from None
 
 

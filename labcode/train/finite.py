@@ -53,7 +53,7 @@ def check_loss(name: str, loss: float) -> None:
     """Check a loss that is the same on every rank, such as that of a validation.
 
     Args:
-        name: Its name in the metrics.
+        name: Name in the metrics.
         loss: Mean over all ranks.
 
     Raises:

@@ -53,7 +53,10 @@ COUNTS = Answers(
         "one matrix": (changed("moe_layers * 3 * => moe_layers *"), "three matrices"),
         "two matrices": (changed("moe_layers * 3 => moe_layers * 2"), "not two"),
         "one layer": (changed("model.moe_layers * 3 => 3"), "experts of its own"),
-        "no shared": (changed(f"{ALWAYS} => always = model.others"), "shared experts too"),
+        "no shared": (
+            changed(f"{ALWAYS} => always = model.others"),
+            "of the shared experts count too",
+        ),
         "the router too": (
             changed(
                 f"{ALWAYS} => {ALWAYS}\n"

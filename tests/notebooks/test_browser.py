@@ -264,6 +264,21 @@ def test_a_link_to_a_section_lands_on_it_though_the_lesson_was_closed(lab, page)
         assert heading.startswith("4. ") and -5 < below < 50, seen[-1]
 
 
+def test_the_tab_of_a_solution_says_so(lab, page):
+    address, _ = lab
+    tabs = {}
+    for folder in ("notebooks", "solutions"):
+        page.goto(
+            f"{address}/lab/tree/{folder}/05_ddp_buckets_overlap_hooks.ipynb?token={TOKEN}&reset"
+        )
+        shown = ".lm-TabBar-tab.lm-mod-current .lm-TabBar-tabLabel:has-text('05_ddp')"
+        tabs[folder] = page.wait_for_selector(shown).inner_text()
+    assert tabs == {
+        "notebooks": "05_ddp_buckets_overlap_hooks.ipynb",
+        "solutions": "solution 05_ddp_buckets_overlap_hooks.ipynb",
+    }
+
+
 @pytest.mark.release
 def test_tensorboard_is_behind_the_token_and_shows_runs_that_come_later(lab, page):
     from tensorboard.compat.proto.event_pb2 import Event

@@ -26,7 +26,7 @@ from nbval_plugin import MARK  # noqa: E402  (beside this file)
 
 from tools import build_notebooks, fingerprint  # noqa: E402  (tools/ is not installed)
 from tools.lesson_source import BEGIN, END, solution_lines  # noqa: E402
-from tools.notebook_run import CELL_TIMEOUT_S, CHECK  # noqa: E402
+from tools.notebook_run import CELL_TIMEOUT_S, CHECK, RunError  # noqa: E402
 
 SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]*_*.py"))
 each_lesson = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
@@ -51,6 +51,18 @@ def student_version(source: Path) -> nbformat.NotebookNode:
     """The student notebook as its source gives it, whatever lies in `notebooks/`."""
     _, student = build_notebooks.notebooks(source)
     return student
+
+
+def assert_student_version_runs(source: Path) -> None:
+    """Fails with the builder's words: a cell that failed, or a check of an open exercise that did
+    not say that it is not done yet.
+    """
+    problem = None
+    try:
+        build_notebooks.run_student(student_version(source))
+    except RunError as error:
+        problem = str(error)
+    assert problem is None, problem
 
 
 def was_run(source: Path) -> bool:
@@ -128,7 +140,7 @@ def test_solution_runs_and_says_what_is_stored(source, tmp_path):
 @pytest.mark.timeout(HANG_S)
 def test_student_version_was_run_since_its_code_changed(source):
     if not was_run(source):
-        build_notebooks.run_student(student_version(source))
+        assert_student_version_runs(source)
 
 
 @each_lesson
@@ -136,7 +148,7 @@ def test_student_version_was_run_since_its_code_changed(source):
 @pytest.mark.release
 @pytest.mark.timeout(HANG_S)
 def test_student_version_runs_to_the_end_with_every_exercise_open(source):
-    build_notebooks.run_student(student_version(source))
+    assert_student_version_runs(source)
 
 
 @each_lesson

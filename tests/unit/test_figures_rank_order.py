@@ -16,9 +16,8 @@ def gids(axes):
 
 
 def test_the_digits_of_all_ranks_are_their_coordinates():
-    axes = plot.digits(SHAPE, framed=13, alt=ALT).axes[0]
+    axes = plot.digits(SHAPE, alt=ALT).axes[0]
     assert gids(axes).count("digit 3") == 4  # of tp alone
-    assert gids(axes).count("framed") == 1
     texts = [text.get_text() for text in axes.texts]
     assert "slowest: pp" in texts and "fastest: tp" in texts
     with pytest.raises(ValueError, match="at most 16"):

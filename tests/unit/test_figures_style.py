@@ -94,6 +94,8 @@ FIGURES = {
     "expert_loads": lambda alt: plot.expert_loads(
         {"one": [[0.5, 0.5], [0.4, 0.6]]}, width=1, alt=alt
     ),
+    "packed_row": lambda alt: plot.packed_row([("ab", "XY"), ("c", "Z")], alt=alt),
+    "adapters": lambda alt: plot.adapters({"one": {"W": "rows", "B": "rows"}}, 2, alt=alt),
     "fragments": lambda alt: plot.fragments([[(1, True), (2, False)], [(2, False)]], 3, alt=alt),
     "fusion": lambda alt: plot.fusion(["* 2", "+ 1"], alt=alt),
     "gradient_range": lambda alt: plot.gradient_range(

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 from labcode.perf.cluster import load_cluster
 from labcode.perf.estimate import estimate
-from labcode.perf.plan import plan
+from labcode.perf.plan import Refusal, plan
 from labcode.perf.settings import Settings
 from labcode.perf.settings import check as check_settings
+from labcode.perf.tables import plan_text
 from labcode.perf.transformer import Transformer, load_model
+from labcode.topology import GridShape
 
 H100 = load_cluster("dgx-h100")
 LLAMA = load_model("llama3-8b")
@@ -121,3 +123,18 @@ def test_what_cannot_be_planned_is_one_line():
         plan(SMALL, H100, gpus=7, global_batch=16)
     with pytest.raises(ValueError, match="gpus=0: give at least 1"):
         plan(SMALL, H100, gpus=0, global_batch=16)
+
+
+@pytest.mark.parametrize(
+    ("needed", "limit", "told"),
+    [(82.1, 79.1, "82.1 GiB of 79.1"), (39.44, 39.4, "39.44 GiB of 39.40")],
+)
+def test_a_refusal_has_the_digits_that_tell_its_two_numbers_apart(needed, limit, told):
+    refusal = Refusal(GridShape(), Settings(global_batch=1), needed * 2**30, limit * 2**30)
+    assert refusal.reason == f"needs {told}"
+
+
+def test_where_nothing_fits_the_table_says_what_to_try():
+    found = plan(LLAMA, with_memory(1), gpus=1, global_batch=1)
+    assert not found.ranked
+    assert plan_text(found).endswith("try more GPUs (--gpus), or a leaner --state such as bf16")

@@ -98,7 +98,7 @@ def test_without_a_word_each_gpu_of_a_node_has_a_rank(name, ranks, tmp_path, mon
         ("render gpt_tiny --parallel.tp 3", "parallel.tp=3: parallel.tp can be 1, 2, 4"),
         ("render gpt_tiny --site perlmuter", "unknown site 'perlmuter': did you mean perlmutter?"),
         ("render gpt_tiny --site own.yaml", "own.yaml: cannot be read as a profile: No such file"),
-        ("lint gpt_tinny", "gpt_tinny is neither a script nor a recipe"),
+        ("lint gpt_tinny", "gpt_tinny is neither a file here nor a recipe"),
         ("cancel", "name the number of a job"),
         ("status here000000", "there is no such job on this machine"),
         ("submit gpt_tiny --here --array 0-3", "an array needs SLURM"),
@@ -114,6 +114,13 @@ def test_a_mistake_is_one_line_that_says_what_exists(typed, answer, capsys, tmp_
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and answer in err and err.count("\n") == 1 and out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_several_scripts_the_message_says_how_to_read_the_first(capsys, tmp_path):
+    script = tmp_path / "a.sbatch"
+    script.write_text("#!/bin/bash\n")
+    assert main(["lint", str(script), "b.sbatch"]) == 2
+    assert "one script at a time" in capsys.readouterr().err
 
 
 def test_without_a_cluster_status_says_how_to_get_one(capsys, monkeypatch):

@@ -1,8 +1,11 @@
 """How quantities are printed: rounded, then split into units; read back they are the number."""
 
+import itertools
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
+import numpy
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -132,3 +135,29 @@ def test_ranks_are_listed_as_one_would_say_them(ranks: Iterable[int], text: str)
 def test_one_thing_has_no_s():
     assert [units.plural(number, "rank") for number in range(3)] == ["0 ranks", "1 rank", "2 ranks"]
     assert units.plural(2, "micro-batch") == "2 micro-batches"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([], "a list"),
+        (1, "an int"),
+        (iter(()), "a tuple_iterator"),
+        (itertools.islice((), 1), "an islice"),
+        (numpy.zeros(1), "an ndarray"),
+        (None, "a NoneType"),
+    ],
+)
+def test_a_type_is_told_with_its_article(value: object, words: str) -> None:
+    assert units.type_in_words(value) == words
+
+
+def test_no_message_puts_an_article_before_a_type_by_hand() -> None:
+    by_hand = re.compile(r"\ban? \{type\(\w+(?:\.\w+)*\)\.__name__\}")
+    root = Path(units.__file__).parents[2]
+    found = []
+    for folder in ("labcode", "course"):
+        for file in sorted((root / folder).rglob("*.py")):
+            if by_hand.search(file.read_text(encoding="utf-8")):
+                found.append(str(file.relative_to(root)))
+    assert not found, f"units.type_in_words knows the article: {', '.join(found)}"

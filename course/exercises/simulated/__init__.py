@@ -81,7 +81,7 @@ def simulate(
     Args:
         size: Number of ranks.
         fn: What each of them calls.
-        args: Its arguments after the rank.
+        args: Arguments after the rank.
         ours: {function that solves the exercise already: what whoever calls it is told}.
         max_steps: How many bytecodes of the learner's code one rank may execute.
         joined: Whether there is a group of all ranks from the start; else they are as torchrun

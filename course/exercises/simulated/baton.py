@@ -54,13 +54,13 @@ class Rank:
 
     Attributes:
         run: The run it belongs to.
-        number: Its number in the world.
-        ident: Its thread's.
+        number: Number of the rank in the world.
+        ident: Identifier of the rank's thread.
         world: torch.distributed's tables of groups, as this rank has them.
         made: The groups that it has made.
         num_groups: How many of them all ranks make.
         num_calls: How many collectives and messages it has started.
-        under_way: Those whose result has not arrived yet.
+        under_way: Requests whose result has not arrived yet.
         received: The memory into which it has received messages, with its bytes. The references are
             weak: what nobody keeps is `expired()`, and gone when the next message is received.
     """

@@ -47,9 +47,9 @@ class Tensors(NamedTuple):
     """The tensors of one rank in a collective.
 
     Args:
-        own: Its own tensor, which names the call.
+        own: The rank's own tensor, which names the call.
         sends: What it sends; for a reduce_scatter or an all_to_all a part for each rank.
-        receives: Where it receives.
+        receives: Tensors that it receives into.
     """
 
     own: Tensor

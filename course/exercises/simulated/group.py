@@ -39,7 +39,7 @@ class Request(dist.Work):
     """A collective or a message that one rank has started.
 
     Args:
-        group: In which group.
+        group: Group of the call.
         event: What has been written down of it.
         same: What has to be the same on all ranks.
         tensors: What is sent is what they hold now.
@@ -176,7 +176,7 @@ class Group(dist.ProcessGroup):
 
     Args:
         rank: Whose.
-        ranks: Its members, as ranks of the world.
+        ranks: Members, as ranks of the world.
         name: torch's name for it.
         desc: torch's description.
     """
@@ -362,7 +362,8 @@ def _belong_together(request: Request, partner: Request) -> bool:
     if partner.sent.same != request.sent.same or partner.event.kind == request.event.kind:
         return False
     ends = (request, partner) if request.event.kind == "send" else (partner, request)
-    sent, own = ends[0].event, ends[1].event
+    sent = ends[0].event
+    own = ends[1].event
     if sent.peer != own.rank or own.peer not in (None, sent.rank):
         return False
     if (sent.dtype, sent.numel) != (own.dtype, own.numel):

@@ -154,7 +154,7 @@ class ShardedBucket:
 
     Attributes:
         params: The weights.
-        missing: Those whose gradient is not ready yet.
+        missing: Parameters whose gradient is not ready yet.
         finish: Waits for the reduce-scatter under way; None before it has begun.
     """
 

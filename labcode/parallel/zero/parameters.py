@@ -333,7 +333,7 @@ class Unit:
         params: Parameters of the module; their memory is empty unless they are gathered.
         shards: This rank's rows of each.
         is_trained: Whether they have gradients.
-        ready: Those whose gradient of this backward is there.
+        ready: Parameters whose gradient of this backward is there.
         was_reduced: Gradients were sent since the last `finish_gradient_sync`.
     """
 

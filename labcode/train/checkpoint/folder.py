@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from labcode.runtime.units import type_in_words
 from labcode.train.checkpoint.tensors import INDEX, DamagedError, Index, StoredFile, to_index
 
 ABOUT = "run.json"
@@ -63,7 +64,7 @@ def read_about(folder: Path) -> About:
     """
     tree = _read_json(folder / ABOUT)
     if not isinstance(tree, dict):
-        raise DamagedError(f"{ABOUT} is a {type(tree).__name__}")
+        raise DamagedError(f"{ABOUT} is {type_in_words(tree)}")
     # the checksum is of everything but itself
     tree = dict(tree)
     found = tree.pop("sha256", None)

@@ -37,6 +37,7 @@ from labcode.parallel.boxes import Box, boxes_of
 from labcode.parallel.model import ParallelModel
 from labcode.runtime.file_kinds import kind_of
 from labcode.runtime.files import CONFIG_NAME, sync_folder
+from labcode.runtime.units import type_in_words
 from labcode.train.checkpoint.folder import read_about, read_index, verify
 from labcode.train.checkpoint.tensors import read_whole
 
@@ -193,7 +194,8 @@ def _export_adapter(run: Path, to: Path, config: GPTConfig) -> str:
         raise ValueError(f"{run} has no adapters: it trained the model itself, without lora.rank")
     final = run / ADAPTERS
     if final.is_file():
-        adapters, source = torch.load(final, map_location="cpu", weights_only=True), final
+        adapters = torch.load(final, map_location="cpu", weights_only=True)
+        source = final
     else:
         adapters, source = _weights_of(run)
     tensors = hub_adapter.adapter_state_dict(config, adapters)
@@ -333,7 +335,7 @@ class HubCheckpoint:
             raise _refused(source, "a config.json") from None
         if not isinstance(content, dict):
             raise ValueError(
-                f"{FIELD}: {source} holds a {type(content).__name__}, and a config.json is names "
+                f"{FIELD}: {source} holds {type_in_words(content)}, and a config.json is names "
                 "and values: copy it again"
             )
         try:
@@ -473,10 +475,12 @@ class HubCheckpoint:
 
     def _read_box(self, pieces: list[Piece], box: Box, into: torch.Tensor) -> None:
         """Fill the view `into` with a box of a weight; no more of the files is read."""
-        begin, end = box.offsets[0], box.offsets[0] + box.sizes[0]
+        begin = box.offsets[0]
+        end = begin + box.sizes[0]
         for piece in pieces:
             last = end if piece.rows is None else piece.first + piece.rows
-            low, high = max(begin, piece.first), min(end, last)
+            low = max(begin, piece.first)
+            high = min(end, last)
             if low >= high:
                 continue
             ranges = [slice(low - piece.first, high - piece.first)]
@@ -637,7 +641,7 @@ def _pickled(path: Path) -> tuple[dict[str, _Tensor], Mapping[str, Any] | None]:
         content = inner
     if not isinstance(content, dict):
         raise ValueError(
-            f"{FIELD}: {path} holds a {type(content).__name__} and no weights by name: save "
+            f"{FIELD}: {path} holds {type_in_words(content)} and no weights by name: save "
             "model.state_dict()"
         )
     tensors = {key: _Tensor(value) for key, value in content.items() if torch.is_tensor(value)}

@@ -44,7 +44,7 @@ def check_same_run(about: About, folder: Path, config: Config, data_sha256: str)
 
     Args:
         about: What the checkpoint says of itself.
-        folder: Where it is.
+        folder: Folder of the checkpoint.
         config: This run.
         data_sha256: Hash of its data; empty if that is not known.
 

@@ -83,7 +83,7 @@ class _Writing:
     The thread does not keep the process alive: one that waits for a rank that is gone may be left.
 
     Args:
-        folder: Its final name.
+        folder: Final name of the folder.
         write: Writes the files; returns those of this rank.
     """
 
@@ -123,7 +123,7 @@ class Checkpoints:
 
     Args:
         config: The run.
-        grid: Its process groups.
+        grid: Grid with the process groups.
         out: Folder of the run, the same for all ranks.
         data_sha256: Hash of its data (`Task.data_sha256`); empty if that is not known.
     """
@@ -458,7 +458,7 @@ class Checkpoints:
 
         Args:
             folder: The checkpoint.
-            wrong: Gets a line about the damage.
+            wrong: List that gets a line about the damage.
             work: Reads; raises `DamagedError`, or `OSError` for what says nothing about the files.
             together: `on_every_rank`, or `on_first_rank` where one finds it out for all.
         """

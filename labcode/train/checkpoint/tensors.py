@@ -26,6 +26,7 @@ import torch
 
 from labcode.parallel.boxes import Box
 from labcode.runtime.files import write_atomically
+from labcode.runtime.units import type_in_words
 
 INDEX = "tensors.json"
 ALIGNED_BYTES = 64  # each box begins at a multiple of it
@@ -58,7 +59,7 @@ class StoredFile:
     """A file as it was when the checkpoint was written.
 
     Args:
-        size_bytes: Its length.
+        size_bytes: Length of the file.
         sha256: Hash of its content, in hexadecimal digits.
     """
 
@@ -343,13 +344,13 @@ def _box(
 
 def _mapping(value: object, what: str) -> Tree:
     if not isinstance(value, dict):
-        raise ValueError(f"{what} is a {type(value).__name__}")
+        raise ValueError(f"{what} is {type_in_words(value)}")
     return value
 
 
 def _list(value: object, what: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{what} are a {type(value).__name__}")
+        raise ValueError(f"{what} are {type_in_words(value)}")
     return value
 
 

@@ -41,7 +41,7 @@ def observers_of(
     Args:
         training: What trains.
         log: The metrics of the run.
-        out: Its folder, which exists; None: nothing is written.
+        out: Folder of the run, which exists; None: nothing is written.
         signals: The signals heard since the process was started; None: it listens while it trains.
         watch: It is told of each step, so that it can say which rank waits for which; None: no
             watch.

@@ -25,7 +25,7 @@ class Result(Observer):
 
     Args:
         training: What has trained.
-        log: Its rows.
+        log: Log with the rows of the run.
         out: The folder of the run; None: nothing is written.
     """
 

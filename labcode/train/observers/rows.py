@@ -23,7 +23,7 @@ class Rows(Observer):
 
     Args:
         training: What trains.
-        log: Where the rows go.
+        log: Log that the rows go to.
     """
 
     def __init__(self, training: Training, log: Log) -> None:
@@ -129,7 +129,7 @@ class Rows(Observer):
         reaches on this device is a peak too, and a lower one.
 
         Args:
-            flops_per_s: That the model needs, on one rank.
+            flops_per_s: FLOP/s that the model needs, on one rank.
         """
         training = self._training
         found = {"flops_per_s": flops_per_s}

@@ -2,6 +2,9 @@
 // above the section then turn out higher or lower than it guessed, and the section moves away. Here
 // it scrolls again until nothing moves any more, or until the reader does something.
 //
+// A lesson and its solution have one name in two folders, and so would their tabs. Here the tab of
+// a solution says so.
+//
 // A JupyterLab extension is a module of webpack's federation, and this is one without webpack:
 // `init` is given the modules that JupyterLab shares, `get` returns the extension.
 
@@ -40,19 +43,40 @@
     signs.forEach(sign => panel.node.removeEventListener(sign, stop));
   }
 
+  // JupyterLab sets the title when the file is opened, renamed or moved, and tells of each change.
+  function name(panel) {
+    const { title, context } = panel;
+    const isNamed = title.label.startsWith("solution ");
+    if (context.path.startsWith("solutions/") && !isNamed) {
+      title.label = `solution ${title.label}`;
+    }
+  }
+
   let shared = {};
 
-  async function activate() {
+  async function extension() {
     const [{ get }] = Object.values(shared["@jupyterlab/notebook"]);
-    const { NotebookPanel } = (await get())();
-    NotebookPanel.prototype.setFragment = function (fragment) {
-      return land(this, fragment);
-    };
+    const { INotebookTracker, NotebookPanel } = (await get())();
+
+    function activate(app, tracker) {
+      NotebookPanel.prototype.setFragment = function (fragment) {
+        return land(this, fragment);
+      };
+      tracker.widgetAdded.connect((_, panel) => {
+        name(panel);
+        panel.title.changed.connect(() => name(panel));
+      });
+    }
+
+    return { id: "course:notebooks", autoStart: true, requires: [INotebookTracker], activate };
   }
 
   window._JUPYTERLAB = window._JUPYTERLAB || {};
   window._JUPYTERLAB.course = {
     init: scope => (shared = scope),
-    get: async () => () => ({ id: "course:sections", autoStart: true, activate })
+    get: async () => {
+      const plugin = await extension();
+      return () => plugin;
+    }
   };
 })();
