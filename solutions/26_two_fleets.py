@@ -848,8 +848,8 @@ for (learner, generator), ratio in found.items():
 # | `"temperature"` | the generator's log-probs are those of another temperature |
 # | `"half"` | one of the generator's two ranks is left out when weights are sent |
 #
-# An adapter is a pair of thin matrices, A and B, beside a weight W that stays as it is; the model uses W + s B A. B is
-# zero at first.
+# An adapter is a pair of thin matrices, A and B, beside a weight W that stays as it is (lesson 25); the model uses
+# W + s B A. B is zero at first.
 
 # %% tags=["nbval-check-output"]
 from course.labs import l26_two_fleets as lab
