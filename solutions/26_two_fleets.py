@@ -322,7 +322,7 @@ compare("fraction clipped", fraction_clipped, max(outside), within=1)
 # a second update from the same batch, or with a generator that is behind, which is section 4.
 #
 # Has it learnt? The figure shows the reward of your run, as means over five steps. The grey area reaches from the
-# lowest to the highest of eight runs that were recorded (`benchmarks/brackets_rewards.py`), and differ only in the seed
+# lowest to the highest of eight runs that were recorded (`python -m course.labs.l26_record`), and differ only in the seed
 # of prompts and answers.
 
 # %% tags=["figure"]
