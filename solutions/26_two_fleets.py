@@ -322,7 +322,7 @@ compare("fraction clipped", fraction_clipped, max(outside), within=1)
 # a second update from the same batch, or with a generator that is behind, which is section 4.
 #
 # Has it learnt? The figure shows the reward of your run, as means over five steps. The grey area reaches from the
-# lowest to the highest of eight runs that were recorded (`benchmarks/brackets_rewards.py`), and differ only in the seed
+# lowest to the highest of eight runs that were recorded (`python -m course.labs.l26_record`), and differ only in the seed
 # of prompts and answers.
 
 # %% tags=["figure"]
@@ -848,8 +848,8 @@ for (learner, generator), ratio in found.items():
 # | `"temperature"` | the generator's log-probs are those of another temperature |
 # | `"half"` | one of the generator's two ranks is left out when weights are sent |
 #
-# An adapter is a pair of thin matrices, A and B, beside a weight W that stays as it is; the model uses W + s B A. B is
-# zero at first.
+# An adapter is a pair of thin matrices, A and B, beside a weight W that stays as it is (lesson 25); the model uses
+# W + s B A. B is zero at first.
 
 # %% tags=["nbval-check-output"]
 from course.labs import l26_two_fleets as lab

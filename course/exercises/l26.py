@@ -425,8 +425,10 @@ def _cut(length: int, parts: int, dim: int, other: int, first_rank: int) -> Layo
 
 def _replicas(layout: Layout, copies: int) -> Layout:
     """The same boxes on further ranks; a layout begins at rank 0."""
-    num = len(layout)
-    return {rank + copy * num: box for copy in range(copies) for rank, box in layout.items()}
+    found: Layout = {}
+    for copy in range(copies):
+        found |= _moved(layout, copy * len(layout))
+    return found
 
 
 def _moved(layout: Layout, first_rank: int) -> Layout:

@@ -147,11 +147,15 @@ def train(steps: int, seed: int, lag: int = 0) -> list[Row]:
 
 @functools.cache
 def recorded() -> dict[int, list[list[Row]]]:
-    """{lag: runs of several seeds}, by benchmarks/brackets_rewards.py."""
+    """{lag: runs of several seeds}, by course/labs/l26_record.py."""
     found = {}
     for lag, runs in json.loads(RECORDED.read_text())["runs"].items():
-        found[int(lag)] = [[Row(*row) for row in run] for run in runs]
+        found[int(lag)] = [_as_rows(run) for run in runs]
     return found
+
+
+def _as_rows(run: Sequence[Sequence[float]]) -> list[Row]:
+    return [Row(*row) for row in run]
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -167,8 +171,11 @@ def middles(steps: int = STEPS) -> list[float]:
 
 def rewards_by_seed(lag: int) -> torch.Tensor:
     """[seeds, points]: smoothed rewards of the recorded runs."""
-    runs = recorded()[lag]
-    return torch.tensor([smoothed([row.reward for row in run]) for run in runs])
+    points = []
+    for run in recorded()[lag]:
+        rewards = [row.reward for row in run]
+        points.append(smoothed(rewards))
+    return torch.tensor(points)
 
 
 def band(lag: int = 0) -> tuple[list[float], list[float]]:
@@ -200,7 +207,9 @@ def mean_of(lag: int, what: str) -> float:
         lag: One of LAGS.
         what: "reward", "off" or "outside".
     """
-    values = [getattr(row, what) for run in recorded()[lag] for row in run[max(LAGS) :]]
+    values = []
+    for run in recorded()[lag]:
+        values += [getattr(row, what) for row in run[max(LAGS) :]]
     return sum(values) / len(values)
 
 

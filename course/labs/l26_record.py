@@ -1,6 +1,6 @@
 """Rewards of GRPO on brackets over the steps, by seed and by the generator's lag (lesson 26).
 
-    python benchmarks/brackets_rewards.py [--seeds 8]
+    python -m course.labs.l26_record [--seeds 8]
 
 Each run starts from the same GPT (2 layers, 32 features, 90 supervised steps) and differs from the
 others of its lag by the seed of prompts and answers. Steps, rewards and ratios are those of any
@@ -26,15 +26,19 @@ def main() -> None:
         of_lag = []
         for seed in range(1, num_seeds + 1):
             rows = lab.train(lab.STEPS, seed, lag)
-            of_lag.append([[round(value, 5) for value in row] for row in rows])
+            of_lag.append([_rounded(row) for row in rows])
         runs[lag] = of_lag
         print(f"lag {lag}: {num_seeds} runs", flush=True)
     about = {
-        "made by": "benchmarks/brackets_rewards.py",
+        "made by": "course/labs/l26_record.py",
         "columns": list(lab.Row._fields),
         "torch": torch.__version__.partition("+")[0],
     }
     lab.RECORDED.write_text(json.dumps({"about": about, "runs": runs}) + "\n")
+
+
+def _rounded(row: lab.Row) -> list[float]:
+    return [round(value, 5) for value in row]
 
 
 if __name__ == "__main__":
