@@ -96,6 +96,10 @@ FIGURES = {
     ),
     "packed_row": lambda alt: plot.packed_row([("ab", "XY"), ("c", "Z")], alt=alt),
     "adapters": lambda alt: plot.adapters({"one": {"W": "rows", "B": "rows"}}, 2, alt=alt),
+    "two_fleets": lambda alt: plot.two_fleets([0, 1], [2, 3], alt=alt),
+    "two_cuts": lambda alt: plot.two_cuts(
+        (4, 2), {0: (0, 0, 2, 2), 1: (2, 0, 2, 2)}, {2: [(0, 0, 4, 1)]}, alt=alt
+    ),
     "fragments": lambda alt: plot.fragments([[(1, True), (2, False)], [(2, False)]], 3, alt=alt),
     "fusion": lambda alt: plot.fusion(["* 2", "+ 1"], alt=alt),
     "gradient_range": lambda alt: plot.gradient_range(
