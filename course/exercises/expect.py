@@ -11,14 +11,14 @@ factor the hint may name as {times}.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from course.answer import RETURNED_NONE, Hint, is_stub, reason
+from course.answer import RETURNED_NONE, Hint, due, is_stub, reason
 from course.exercises.in_notebook import OURS
 from course.exercises.simulated import Endless, Event, Mismatch, Outcome, Stuck, simulate
 from course.pool.ranks import RankError, Ranks
@@ -106,6 +106,39 @@ def diagnose(
         if found.numel() > 1 and not found.any():
             otherwise += " (it is zero everywhere)"
     raise Hint(case + otherwise.format(off=off))
+
+
+def check_causes(
+    given: Any,
+    truth: Mapping[str, str],
+    causes: Collection[str],
+    signs: Mapping[str, Mapping[str, str]],
+    ruled_out: Mapping[str, str],
+) -> None:
+    """Check the diagnoses of a clinic.
+
+    Args:
+        given: The learner's {patient: cause}.
+        truth: {patient: its cause}.
+        causes: All that the lesson's table has.
+        signs: {patient: {cause: what speaks against it}}.
+        ruled_out: {cause: what speaks against it for every patient}.
+
+    Raises:
+        Hint: A patient has no diagnosis, one that does not exist, or a wrong one.
+    """
+    given = due(given)
+    if not isinstance(given, Mapping):
+        raise Hint('give a dict: {"A": "a name from the table", "B": ...}')
+    named = {str(who).strip().upper(): cause for who, cause in given.items()}
+    for who, cause in truth.items():
+        if named.get(who) in (None, ...):
+            raise Hint(f"{who} has no diagnosis yet")
+        found = str(named[who]).strip().lower()
+        if found not in causes:
+            raise Hint(f"{who}: there is no {named[who]!r} in the table: {', '.join(causes)}")
+        if found != cause:
+            raise Hint(f"{who}: {signs[who].get(found) or ruled_out[found]}")
 
 
 def distance(found: Value, truth: Value) -> float:

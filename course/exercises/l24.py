@@ -17,6 +17,7 @@ from torch import Tensor
 from course.answer import Exercise, Hint, due
 from course.exercises.expect import (
     careless,
+    check_causes,
     confirm,
     confirm_in_group,
     diagnose,
@@ -704,21 +705,21 @@ def finish_gradients(answer: Callable[..., Any], ranks: Ranks | None = None) -> 
 # ---- 24.5
 
 SIGNS = {
-    ("A", "norm"): "A: a norm that is wrong changes no gradient, and here gradients are too long",
-    ("A", "detached"): "A: the router has its gradient. Whose is too long, and by what?",
-    ("A", "skipped"): "A: a rank that is left out would lack a gradient; nobody lacks one",
-    ("B", "group"): "B: nothing is too long, something is missing. On which ranks?",
-    ("B", "norm"): "B: a norm that is wrong changes no gradient, and here one is missing",
-    (
-        "B",
-        "skipped",
-    ): "B: is it a gradient of the experts that is missing, and does the load matter?",
-    ("C", "group"): "C: nothing is too long. What is different between the two loads?",
-    ("C", "norm"): "C: a norm that is wrong changes no gradient, and here some are missing",
-    (
-        "C",
-        "detached",
-    ): "C: the router has its gradient. Which ranks lack one, and under which load?",
+    "A": {
+        "norm": "a norm that is wrong changes no gradient, and here gradients are too long",
+        "detached": "the router has its gradient. Whose is too long, and by what?",
+        "skipped": "a rank that is left out would lack a gradient; nobody lacks one",
+    },
+    "B": {
+        "group": "nothing is too long, something is missing. On which ranks?",
+        "norm": "a norm that is wrong changes no gradient, and here one is missing",
+        "skipped": "is it a gradient of the experts that is missing, and does the load matter?",
+    },
+    "C": {
+        "group": "nothing is too long. What is different between the two loads?",
+        "norm": "a norm that is wrong changes no gradient, and here some are missing",
+        "detached": "the router has its gradient. Which ranks lack one, and under which load?",
+    },
 }
 DIAGNOSES = {"A": "group", "B": "detached", "C": "skipped"}
 RULED_OUT = {
@@ -729,19 +730,7 @@ RULED_OUT = {
 
 def diagnoses(given: Any) -> None:
     """The learner's {patient: cause}."""
-    given = due(given)
-    if not isinstance(given, Mapping):
-        raise Hint('give a dict: {"A": "a name from the table", "B": ...}')
-    named = {str(who).strip().upper(): cause for who, cause in given.items()}
-    for who, cause in DIAGNOSES.items():
-        if named.get(who) in (None, ...):
-            raise Hint(f"{who} has no diagnosis yet")
-        found = str(named[who]).strip().lower()
-        if found not in lab.CAUSES:
-            raise Hint(f"{who}: there is no {named[who]!r} in the table: {', '.join(lab.CAUSES)}")
-        if found == cause:
-            continue
-        raise Hint(SIGNS.get((who, found)) or f"{who}: {RULED_OUT[found]}")
+    check_causes(given, DIAGNOSES, lab.CAUSES, SIGNS, RULED_OUT)
 
 
 EXERCISES = {

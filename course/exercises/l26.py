@@ -13,6 +13,7 @@ from torch import Tensor
 from course.answer import Exercise, Hint, due, is_stub
 from course.exercises.expect import (
     careless,
+    check_causes,
     confirm,
     diagnose,
     own_answers,
@@ -268,10 +269,11 @@ def _wrong_losses(
             -kept.sum(1).mean()
         ),
     }
-    for other in ("sequence", "token", "constant"):
+    others: tuple[grpo.Average, ...] = ("sequence", "token", "constant")
+    for other in others:
         if other != average:
-            others = -(grpo.token_weights(batch.counts, other) * gain).sum()  # type: ignore[arg-type]
-            table[f'that is the average "{other}"'] = others
+            weights = grpo.token_weights(batch.counts, other)
+            table[f'that is the average "{other}"'] = -(weights * gain).sum()
     if longest != batch.counts.shape[1]:
         table["divided by the longest answer there is: T is the number of columns"] = (
             -kept.sum() / (len(kept) * longest)
@@ -700,19 +702,33 @@ def exchange(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
 
 DIAGNOSES = {"A": "shard", "B": "adapters", "C": "stale"}
 SIGNS = {
-    ("A", "adapters"): "A: adapters would leave the first ratio at 1, as they add nothing at "
-    "first. A's first ratio is wrong",
-    ("A", "stale"): "A: before the first update there is no older version, and A's first ratio is "
-    "wrong already. Which weights differ, and which are equal bit for bit?",
-    ("A", "half"): "A: both ranks have the same weights wrong",
-    ("B", "shard"): "B: a wrong shard would show in the first ratio, before any update. B's is 1",
-    ("B", "stale"): "B: with old weights all of them would differ, as all are trained. Which of "
-    "B's weights are equal bit for bit?",
-    ("B", "half"): "B: both ranks have the same weights wrong",
-    ("C", "shard"): "C: a wrong shard would show in the first ratio, before any update. C's is 1",
-    ("C", "adapters"): "C: adapters stand beside some weights, and all others would be equal bit "
-    "for bit. Which of C's weights are?",
-    ("C", "half"): "C: both ranks differ from the learner, and by about as much",
+    "A": {
+        "adapters": (
+            "adapters would leave the first ratio at 1, as they add nothing at first. A's "
+            "first ratio is wrong"
+        ),
+        "stale": (
+            "before the first update there is no older version, and A's first ratio is wrong "
+            "already. Which weights differ, and which are equal bit for bit?"
+        ),
+        "half": "both ranks have the same weights wrong",
+    },
+    "B": {
+        "shard": "a wrong shard would show in the first ratio, before any update. B's is 1",
+        "stale": (
+            "with old weights all of them would differ, as all are trained. Which of B's "
+            "weights are equal bit for bit?"
+        ),
+        "half": "both ranks have the same weights wrong",
+    },
+    "C": {
+        "shard": "a wrong shard would show in the first ratio, before any update. C's is 1",
+        "adapters": (
+            "adapters stand beside some weights, and all others would be equal bit for bit. "
+            "Which of C's weights are?"
+        ),
+        "half": "both ranks differ from the learner, and by about as much",
+    },
 }
 CHANGES_NO_WEIGHT = {
     "dtype": "with another dtype of the computation the weights would have arrived as they are",
@@ -722,19 +738,7 @@ CHANGES_NO_WEIGHT = {
 
 def diagnoses(given: Any) -> None:
     """The learner's {patient: cause}."""
-    given = due(given)
-    if not isinstance(given, Mapping):
-        raise Hint('give a dict: {"A": "a name from the table", "B": ...}')
-    named = {str(who).strip().upper(): cause for who, cause in given.items()}
-    for who, cause in DIAGNOSES.items():
-        if named.get(who) in (None, ...):
-            raise Hint(f"{who} has no diagnosis yet")
-        found = str(named[who]).strip().lower()
-        if found not in lab.CAUSES:
-            raise Hint(f"{who}: there is no {named[who]!r} in the table: {', '.join(lab.CAUSES)}")
-        if found == cause:
-            continue
-        raise Hint(SIGNS.get((who, found)) or f"{who}: {CHANGES_NO_WEIGHT[found]}")
+    check_causes(given, DIAGNOSES, lab.CAUSES, SIGNS, CHANGES_NO_WEIGHT)
 
 
 EXERCISES = {

@@ -11,14 +11,17 @@ OURS = {"parallel.data_parallel": "labcode"}
 THEIRS = {"parallel.data_parallel": "ddp"}
 SEQUENCE = {"parallel.sequence_parallel": True}
 ACCUMULATED = {"train.micro_batch": 2}
+ZERO_3 = {"parallel.zero_stage": 3}
 LAYOUTS = [  # (dp, pp, cp, tp): the model, and what else is switched on
     ((1, 1, 1, 1), GPT, {}),
     ((2, 1, 1, 1), GPT, THEIRS),
     ((2, 1, 1, 1), LLAMA, {**OURS, **ACCUMULATED, "parallel.bucket_mb": 1e-3}),
     ((2, 1, 1, 1), GPT, {**OURS, "parallel.zero_stage": 1}),
     ((2, 1, 1, 1), GPT, {**OURS, "parallel.zero_stage": 2}),
-    ((2, 1, 1, 1), GPT, {**OURS, "parallel.zero_stage": 3}),
-    ((2, 1, 1, 1), LLAMA, {**THEIRS, "parallel.zero_stage": 3}),
+    ((2, 1, 1, 1), GPT, {**OURS, **ZERO_3}),
+    ((2, 1, 1, 1), LLAMA, {**OURS, **ZERO_3, "parallel.activation_checkpointing": "full"}),
+    ((2, 1, 1, 1), GPT, {**OURS, **ZERO_3, **ACCUMULATED}),
+    ((2, 1, 1, 1), LLAMA, {**THEIRS, **ZERO_3}),
     ((1, 1, 1, 2), GPT, {}),
     ((1, 1, 1, 2), GPT, SEQUENCE),
     ((1, 1, 1, 2), LLAMA, SEQUENCE),
@@ -27,7 +30,7 @@ LAYOUTS = [  # (dp, pp, cp, tp): the model, and what else is switched on
     ((1, 1, 2, 1), LLAMA, {}),
     ((1, 2, 1, 1), GPT, ACCUMULATED),
     ((1, 2, 1, 1), LLAMA, {**ACCUMULATED, "parallel.pipeline_schedule": "zero_bubble"}),
-    ((2, 1, 1, 2), GPT, {**OURS, "parallel.zero_stage": 3}),
+    ((2, 1, 1, 2), GPT, {**OURS, **ZERO_3}),
     ((2, 1, 1, 2), LLAMA, {**SEQUENCE, "parallel.activation_checkpointing": "full"}),
     ((1, 2, 1, 2), LLAMA, {**ACCUMULATED, **SEQUENCE}),
 ]
@@ -129,8 +132,8 @@ BFLOAT16 = {"train.dtype": "bfloat16", "lora.rank": 2}
 NARROW_LAYOUTS = [
     ((2, 1, 1, 1), GPT, THEIRS),
     ((2, 1, 1, 1), GPT, {**OURS, "parallel.zero_stage": 2}),
-    ((2, 1, 1, 1), LLAMA, {**OURS, "parallel.zero_stage": 3}),
-    ((2, 1, 1, 1), LLAMA, {**THEIRS, "parallel.zero_stage": 3}),
+    ((2, 1, 1, 1), LLAMA, {**OURS, **ZERO_3}),
+    ((2, 1, 1, 1), LLAMA, {**THEIRS, **ZERO_3}),
     ((1, 1, 1, 2), GPT, {}),
     ((1, 1, 1, 2), LLAMA, SEQUENCE),
     ((1, 2, 1, 1), LLAMA, ACCUMULATED),
