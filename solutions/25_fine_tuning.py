@@ -45,12 +45,17 @@ from course.labs import l25_tuning as lab
 ranks = Ranks(4)
 
 # %% [markdown]
+# `by_hand` holds what the exercises of this lesson ask for, written out, and the cells between the exercises use it. So
+# they run whether or not you have solved an exercise. `lab` holds what the lesson needs besides: data, a small model,
+# and the same computation on one process.
+#
 # ## 1. Pairs, and a loss on the answer alone (core, 16 min)
 #
 # A pre-trained model continues a text. Ours is a GPT of two layers that has read a million characters of Shakespeare
 # for some seconds. We want something else of it: we say a line, and it answers with a next line, **in capital
 # letters**, and then stops. The plays have some thousand speeches of two lines, and these make our pairs: a
-# **prompt** and an **answer**.
+# **prompt** and an **answer**. Behind each answer stands a **separator**, a token of its own. By it the model says that it
+# has finished, as with the `<|endoftext|>` of GPT-2.
 
 # %%
 base = lab.base()
@@ -112,8 +117,8 @@ print(f"loss of an answer's token: {before:.2f} before, {after:.2f} after")
 print("it answers:", repr(lab.say(tuned, "How now, my love!\n")))
 
 # %% [markdown]
-# The words are poor, the model is tiny, but it has understood what is wanted: capital letters. (The separator, with
-# which an answer ends, is a token of its own; without it in the answers, a model never stops.)
+# The words are poor, the model is tiny, but it has understood what is wanted: capital letters, and an end. Without the
+# separator in the targets a model never learns to stop.
 #
 # **Takeaway: a pair is one sequence, and the targets of its prompt are -100. The last token of the prompt counts,
 # because there the answer begins.**
@@ -266,12 +271,14 @@ compare("rotary positions", right_with_rotary, rotary, options=CHOICES)
 # forgives, and no error tells you. The model trains on, with documents that read their neighbours.
 #
 # A mask of [S, S] is good for understanding. For 32,768 tokens it would have a billion entries, most of them False.
-# Kernels for GPUs take the **ends** of the documents instead and never look at a block that nobody sees: `cu_seq_q`
-# and `cu_seq_k` of PyTorch's `torch.nn.attention.varlen.varlen_attn`, or a `document` mask of FlexAttention. Where a
-# framework packs for you, look whether it does that: concatenating texts without a mask is called packing, too.
+# Kernels for GPUs never look at a block of the mask that is all False. PyTorch's
+# `torch.nn.attention.varlen.varlen_attn` takes the boundaries of the documents, as cumulative lengths (`cu_seq_q` and
+# `cu_seq_k`: 0, 5, 8, 10 for the three documents above). FlexAttention takes a function of two places, which compares
+# the numbers of their documents. Where a framework packs for you, look whether it does that: concatenating texts without
+# a mask is called packing, too.
 #
-# **Takeaway: a packed row needs its own targets, positions and mask, and then each document is what it is alone, to
-# 1e-12.**
+# **Takeaway: a packed row needs its own targets, positions and mask. Then each document is what it is alone, up to
+# rounding.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* To be expected in 25.2: all pairs concatenated first and shifted afterwards, so that a document
@@ -310,7 +317,8 @@ compare("mean of tokens", mean_of_tokens, losses.mean().item(), within=1)
 # of the day the ML community first discovered the fact that (x1 / n1) + (x2 / n2) != (x1 + x2) / (n1 + n2)".
 #
 # Here are the tokens that count on our four ranks, each with two micro-batches of two pairs. Rank 3 has got the
-# shortest answers, and in its second micro-batch none at all: that happens when a prompt is as long as the context.
+# shortest answers, and in its second micro-batch none at all. That happens when prompts are so long that the context
+# ends before their answers begin.
 
 # %% tags=["figure"]
 from course.labs import l25_by_hand as by_hand
@@ -344,8 +352,8 @@ plot.bars(counts, caption="25.tokens")
 # gradient is that of L. (The check takes that mean after your function; in a real DDP it happens during backward.)
 # Return L itself, the same number on all ranks, for the log. About 12 lines.
 #
-# `F.cross_entropy` wants logits as [B·S, V] and targets as [B·S], and knows `reduction="sum"`. The check uses groups of
-# four, six and three ranks.
+# `F.cross_entropy` wants logits as [B·S, V] and targets as [B·S], and knows `reduction="sum"`. The check runs your
+# function on simulated ranks first, in groups of four, six and three, and then on the four real ones.
 
 # %% tags=["by-hand", "exercise"]
 def backward_of_step(model, micro_batches, group):
@@ -398,7 +406,7 @@ off_right = lab.relative_error(right, truth)
 off_wrong = lab.relative_error(wrong, truth)
 print(f"by tokens: loss right to 1e-12: {abs(right_loss - truth_loss) < 1e-12}")
 print(f"by tokens: gradient right to 1e-12: {off_right < 1e-12}")
-print(f"mean of means: gradient off by {off_wrong:.0%} of its length")
+print(f"mean of means: gradient off by {off_wrong:.0%} of its norm")
 
 # %% [markdown]
 # It is exact, with ranks that have many tokens, few, and none in a micro-batch.
@@ -662,8 +670,7 @@ for way, settings in SETTINGS.items():
 # along `out`, x enters whole through f (`copy_to`), whose backward is an all-reduce. A **row-parallel** layer has some
 # of the input features: W is cut along `in`, each rank computes a partial sum, and g (`reduce_from`) adds them up.
 #
-# Now each W has A [r, in] and B [out, r] beside it. Which of them is cut? A rank of the column-parallel layer computes
-# some output features, B's rows stand for output features, and A x is needed for each of them.
+# Now each W has A [r, in] and B [out, r] beside it. A rank needs no more of them than its part of the layer uses.
 #
 # **Predict.** Which matrix is cut in a column-parallel layer, and which in a row-parallel one: "A", "B" or "both"?
 
@@ -701,6 +708,10 @@ PANELS = {
 plot.adapters(PANELS, num_ranks=2, caption="25.shards")
 
 # %% [markdown]
+# A rank of the column-parallel layer computes some of the output features. They are rows of B, and each of them needs
+# the whole A x. A rank of the row-parallel layer has some of the input features. They are columns of A, and its part of
+# A x goes to every output feature.
+#
 # In both layers the product of a rank's A and B is just its part of B A, as W's part is of W. So an adapter can be
 # merged without a message.
 #
@@ -715,7 +726,8 @@ plot.adapters(PANELS, num_ranks=2, caption="25.shards")
 #   so again a part. Sum over the ranks.
 #
 # If nobody sums, each rank updates its copy by another gradient. The copies drift apart, with no error and a loss that
-# falls. The gradient that is cut, and that of x, need nothing new: f sums x's, of layer and adapter together.
+# falls. A matrix that is cut has the whole gradient of its part. And the gradient of x is complete as well: layer and
+# adapter both take x from behind f, whose backward sums over the ranks what comes back from the two of them.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 25.5 · An MLP with adapters over a group
@@ -729,7 +741,7 @@ plot.adapters(PANELS, num_ranks=2, caption="25.shards")
 #    in]; `copy_to(x, group)` is f, and `reduce_from(x, group)` is g.
 # 3. `finish()` is called after backward. Then the `.grad` of each A and B must be that of one process.
 #
-# About 16 lines. The check uses groups of four, six and three ranks.
+# About 16 lines. As in 25.3, the check simulates groups of four, six and three ranks before it asks the real ones.
 
 # %% tags=["by-hand", "exercise"]
 from labcode.comm.collectives import copy_to, reduce_from
@@ -791,12 +803,10 @@ for finish in (True, False):
     print("with the sums:" if finish else "without:      ", ", ".join(right))
 
 # %% [markdown]
-# How much do these sums send? They are r · in numbers for up's A and r · out for down's B, once in a step. `peft` has
-# chosen otherwise for Megatron-LM's layers: it sums inside of the adapter in each forward or backward, r numbers for
-# **each token**, and then no gradient is partial.
+# How much do these sums send?
 #
-# **Predict.** In our MLP H = 16, r = 4 and numbers have 8 bytes. How many bytes does `finish` put into all-reduces on
-# each rank?
+# **Predict.** Our MLP goes from 16 features to 48 and back to 16, with r = 4, and its numbers have 8 bytes. It has just
+# been given 10 tokens. How many bytes does `finish` put into all-reduces on each rank?
 
 # %% tags=["predict"]
 finish_bytes = 8 * (4 * 16 + 4 * 16)
@@ -817,11 +827,15 @@ compare("bytes", finish_bytes, ranks.run(bytes_of_finish)[0], unit="B", within=1
 show_source(LoraRowParallelLinear.forward)
 
 # %% [markdown]
-# This is labcode's row-parallel layer. It names B in its attribute `partial`, and the sum happens where all partial
+# That is r · in numbers for up's A and r · out for down's B, once in a step, however many tokens the step has. `peft` has
+# chosen otherwise for Megatron-LM's layers: it sums inside of the adapter in each forward or backward, r numbers for
+# **each token**, and then no gradient is partial.
+#
+# The source above is labcode's row-parallel layer. It names B in its attribute `partial`, and the sum happens where all partial
 # gradients are summed, together with those of the norms under sequence parallelism.
 #
-# **Takeaway: of A and B, the one on the side that W is cut on is cut. The other one is whole, its gradient is partial,
-# and it is summed over tp once.**
+# **Takeaway: where W is cut along its outputs, B is cut; where it is cut along its inputs, A is. The other matrix is
+# whole on every rank, its gradient is partial, and one all-reduce over tp in a step makes it whole.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* People often put an f in front of A **and** sum in `finish`; each is right, both together count
@@ -867,8 +881,9 @@ compare("numbers", flat_gradient, kept, within=1)
 # %% [markdown]
 # The memory for gradients that LoRA was to save is not saved. `fully_shard`, PyTorch's second FSDP, cuts **each
 # parameter by itself**: a frozen one stays frozen, has no gradient, and may have another dtype than those that train.
-# In labcode's ZeRO-3 a frozen weight has no gradient either. Here is a small GPT with adapters under `fully_shard`, beside one process that has the
-# samples of all four ranks.
+# In labcode's ZeRO-3 a frozen weight has no gradient either. Here is a small GPT with adapters under `fully_shard`,
+# beside one process that has the samples of all four ranks. (All samples have 23 targets that count, so this time the
+# mean of the ranks' losses is the loss of all.)
 
 # %% tags=["nbval-check-output"]
 from torch.distributed.fsdp import fully_shard
@@ -913,8 +928,8 @@ print(f"frozen weights with a gradient: {of_ranks[0][1]}")
 # %% [markdown]
 # ### The checkpoint
 #
-# What is worth saving are the adapters. The frozen model is where it came from. Two names are enough to know them, and
-# of our small model they are this much:
+# What is worth saving are the adapters; the frozen model can be had again from where it came. In labcode a weight
+# belongs to an adapter if the last part of its name is `lora_a` or `lora_b`:
 
 # %% tags=["nbval-check-output"]
 from labcode.models.lora import is_adapter
@@ -925,8 +940,8 @@ print(list(own)[:2], f"and {len(own) - 2} more of {len(weights)} tensors")
 
 # %% [markdown]
 # labcode's checkpoints hold just these, and are read again on any number of ranks. `python -m labcode.run.export RUN
-# DIR --adapter` writes `adapter_model.safetensors` and `adapter_config.json`, as `peft` reads them. A test of the course lets `peft`
-# itself read such a folder: what it computes is what the merged weights compute, to 1e-12.
+# DIR --adapter` writes `adapter_model.safetensors` and `adapter_config.json`, as `peft` reads them. A test of the course
+# lets `peft` itself read such a folder: in float64, what it computes is what the merged weights compute, to 1e-12.
 #
 # **Takeaway: one flat parameter has one dtype and one requires_grad. Per-parameter sharding has neither problem. The
 # optimizer gets the adapters alone, and so does the checkpoint.**
