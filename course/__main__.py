@@ -191,7 +191,7 @@ def way(words: list[str], folder: Path) -> list[str]:
     """Choose a way or end it, and the lines to print.
 
     Args:
-        words: Nothing, the name of a way, or "off".
+        words: Nothing, the name of a way, or "off" ("none" is taken for it).
         folder: Folder of the student notebooks.
 
     Raises:
@@ -199,7 +199,7 @@ def way(words: list[str], folder: Path) -> list[str]:
     """
     if words:
         word = words[0].casefold()
-        name = None if word == "off" else word
+        name = None if word in ("off", "none") else word
         try:
             catalog.choose_way(name, folder)
         except OSError as error:
@@ -209,7 +209,7 @@ def way(words: list[str], folder: Path) -> list[str]:
         return [f"You are on no way. There are {', '.join(catalog.WAYS)}: python -m labcode ways"]
     way = catalog.WAYS[chosen]
     done = catalog.passed(folder)
-    lines = [f"{chosen}: {way.goal}"]
+    lines = [f"{chosen}: {way.goal} (`{PROGRAM} way off` ends it)"]
     for lesson, section in catalog.steps(way, catalog.lessons(folder)):
         line = f"    {lesson.number} §{section.number:<2} {section.title}, {section.minutes} min"
         for exercise in section.exercises:

@@ -2,6 +2,7 @@
 
     python -m labcode.doctor job slurm-17.out runs/ranks/*.err
     python -m labcode.doctor nccl nccl.*.log
+    kubectl logs trainer-0 | python -m labcode.doctor job -
 
 `job` tells what failed first in any job, and what only followed; `nccl` which hosts and links a job
 has, from what NCCL prints with NCCL_DEBUG=INFO, and then the same. The exit code is 1 if something
@@ -35,7 +36,9 @@ def main(command: str, arguments: Sequence[str]) -> int:
         arguments: Arguments behind that word.
     """
     parser = Parser(prog=f"python -m labcode.doctor {command}", description=HELP[command])
-    parser.add_argument("files", nargs="+", metavar="FILE", help="of one job, of any of its ranks")
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="log of any rank of one job; - reads a pipe"
+    )
     try:
         options = parser.parse_args(arguments)
         files = read_files(options.files)
@@ -51,13 +54,16 @@ def main(command: str, arguments: Sequence[str]) -> int:
 
 
 def read_files(names: Sequence[str]) -> dict[str, str]:
-    """{name: text} of files.
+    """{name: text} of files; the name "-" stands for what is piped in.
 
     Raises:
         ValueError: One is not there, is a folder, or no text; the message says which.
     """
     found = {}
     for name in names:
+        if name == "-":
+            found["standard input"] = _piped()
+            continue
         path = Path(name)
         if path.is_dir():
             raise ValueError(f"{name} is a folder: give the files in it, such as {name}/*.err")
@@ -74,6 +80,12 @@ def read_files(names: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"{name} is no text: give what the job printed, its stdout or stderr")
         found[name] = content.decode("utf-8", errors="replace")
     return found
+
+
+def _piped() -> str:
+    if sys.stdin.isatty():
+        raise ValueError("- reads what is piped in, and nothing is: give the log's file")
+    return sys.stdin.buffer.read().decode("utf-8", errors="replace")
 
 
 def _nccl(files: dict[str, str]) -> list[str]:

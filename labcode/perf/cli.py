@@ -48,6 +48,12 @@ OF_MIXTURES = (
     "a router that spreads tokens evenly is taken for granted, and the interval is that of dense "
     "models: no published run of a mixture has been compared"
 )
+AXES = {
+    "dp": "data-parallel ranks (1)",
+    "pp": "pipeline stages (1)",
+    "cp": "ranks that share a sequence (1)",
+    "tp": "tensor-parallel ranks (1)",
+}
 CALIBRATES = "labcode.run.calibrate"  # measures, so it needs torch: a program of its own
 
 
@@ -82,22 +88,30 @@ def _parser() -> argparse.ArgumentParser:
     _add_fits(commands.add_parser("fits", help="does it fit on so many GPUs, and how, in words"))
     one = commands.add_parser("estimate", help="one layout, with all parts of time and memory")
     _add_what(one)
-    for axis in ("dp", "pp", "cp", "tp"):
-        one.add_argument(f"--{axis}", type=count, default=1)
-    one.add_argument("--ep", type=count, default=1, help="of dp, over which experts are divided")
-    one.add_argument("--order", default=GridShape().order, help="of the axes, fastest first")
-    one.add_argument("--micro-batch", type=count, default=1)
-    one.add_argument("--zero", type=int, default=0, choices=range(4))
-    one.add_argument("--checkpointing", default="none", choices=CHECKPOINTING)
-    one.add_argument("--stages-per-rank", type=count, default=1)
-    one.add_argument("--sequence-parallel", action="store_true")
+    for axis, meaning in AXES.items():
+        one.add_argument(f"--{axis}", type=count, default=1, help=meaning)
+    one.add_argument(
+        "--ep", type=count, default=1, help="how many of the dp ranks share the experts"
+    )
+    one.add_argument("--order", default=GridShape().order, help="order of the axes, fastest first")
+    one.add_argument("--micro-batch", type=count, default=1, help="samples of a micro-batch (1)")
+    one.add_argument("--zero", type=int, default=0, choices=range(4), help="stage of ZeRO (0)")
+    one.add_argument(
+        "--checkpointing", default="none", choices=CHECKPOINTING, help="of activations (none)"
+    )
+    one.add_argument(
+        "--stages-per-rank", type=count, default=1, help="above 1: interleaved pipeline stages (1)"
+    )
+    one.add_argument(
+        "--sequence-parallel", action="store_true", help="cut norms and dropout over tp as well"
+    )
     one.set_defaults(run=_estimate)
     search = commands.add_parser("plan", help="every layout of so many GPUs, the fastest first")
     _add_what(search)
-    search.add_argument("--gpus", type=count, required=True)
-    search.add_argument("--top", type=count, default=10, help="lines of the table")
+    search.add_argument("--gpus", type=count, required=True, help="how many GPUs the job has")
+    search.add_argument("--top", type=count, default=10, help="how many layouts to show (10)")
     search.add_argument(
-        "--every", action="store_true", help="all layouts, not the best of each grid"
+        "--every", action="store_true", help="show all layouts, not only the best of each grid"
     )
     search.set_defaults(run=_plan)
     several = commands.add_parser("compare", help="the best layout on several clusters and sizes")
@@ -105,24 +119,37 @@ def _parser() -> argparse.ArgumentParser:
     several.add_argument("--gpus", required=True, help="numbers of GPUs, such as 64,256,1024")
     several.set_defaults(run=_compare)
     measure = commands.add_parser("calibrate", help="measure this machine into a cluster file")
-    measure.add_argument("--ranks", type=count, default=2, help="processes that communicate")
-    measure.add_argument("--out", type=new_file, default=Path("this_machine.toml"))
+    measure.add_argument(
+        "--ranks", type=count, default=2, help="how many processes communicate (2)"
+    )
+    measure.add_argument(
+        "--out",
+        type=new_file,
+        default=Path("this_machine.toml"),
+        help="cluster file to write (this_machine.toml)",
+    )
     measure.set_defaults(run=_calibrate)
     return parser
 
 
 def _add_fits(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
-    parser.add_argument("--gpus", required=True, help="how many, or several numbers: 4,8")
+    parser.add_argument("--gpus", required=True, help="how many GPUs, or several numbers: 4,8")
     parser.add_argument(
         "--gpu", required=True, help=f"one of {', '.join(gpu_names())}, or a memory: 24gb"
     )
-    parser.add_argument("--gpus-per-node", type=count, default=8, help="how far tp reaches")
+    parser.add_argument("--gpus-per-node", type=count, default=8, help="tp stays inside a node (8)")
     parser.add_argument(
-        "--lora", type=count, default=0, metavar="RANK", help="adapters train, the model is frozen"
+        "--lora",
+        type=count,
+        default=0,
+        metavar="RANK",
+        help="train LoRA adapters of this rank only",
     )
     parser.add_argument(
-        "--four-bit", action="store_true", help="with --lora: the model in 4 bits (QLoRA)"
+        "--four-bit",
+        action="store_true",
+        help="with --lora: keep the frozen model in 4 bits (QLoRA)",
     )
     _add_how(parser, state="mixed")
     parser.set_defaults(run=_fits)
@@ -132,11 +159,14 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     clusters = ", ".join(cluster_names())
     parser.add_argument("--cluster", required=True, help=f"one of {clusters}, or a .toml file")
-    parser.add_argument("--global-batch", type=count, required=True, help="samples of a step")
+    parser.add_argument("--global-batch", type=count, required=True, help="samples in a step")
     _add_how(parser, state="megatron")
-    parser.add_argument("--compiled", action="store_true", help="elementwise operations are fused")
+    parser.add_argument("--compiled", action="store_true", help="fuse elementwise operations")
     parser.add_argument(
-        "--scale", type=factor, default=1.0, help="measured over predicted, from a run of yours"
+        "--scale",
+        type=factor,
+        default=1.0,
+        help="measured step time over predicted, from a run of yours (1)",
     )
 
 
@@ -151,23 +181,27 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         default=LIKE,
         choices=FAMILIES,
         metavar="FAMILY",
-        help=f"of the hub, whose layers it has, such as gpt2 (default: {LIKE})",
+        help=f"model family whose layers it has, such as gpt2 ({LIKE})",
     )
     parser.add_argument(
-        "--vocab-size", type=count, help="of numbers, or of a recipe that takes it from its data"
+        "--vocab-size", type=count, help="tokens in the vocabulary, where the model does not say"
     )
-    parser.add_argument("--sequence-length", type=count, help="tokens of a sample")
+    parser.add_argument("--sequence-length", type=count, help="tokens in a sample")
 
 
 def _add_how(parser: argparse.ArgumentParser, *, state: str) -> None:
-    parser.add_argument("--dtype", default="bfloat16", choices=WIDTHS)
-    parser.add_argument("--attention", default="flash2", choices=ATTENTION_KERNELS)
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=WIDTHS, help="of matrix products (bfloat16)"
+    )
+    parser.add_argument(
+        "--attention", default="flash2", choices=ATTENTION_KERNELS, help="kernel (flash2)"
+    )
     parser.add_argument(
         "--state",
         default=state,
         choices=STATES,
-        help="bytes of a weight with gradient and optimizer: mixed, fsdp and float32 16, megatron "
-        f"18, bf16 8 (default: {state})",
+        help="what is kept of a weight, with its gradient and the optimizer's state: mixed, fsdp "
+        f"and float32 16 bytes, megatron 18, bf16 8 ({state})",
     )
 
 

@@ -200,5 +200,6 @@ def described(wanted: Any) -> str:
         return f"one or more values, each {described(element)}"
     kinds = alternatives(wanted)
     if len(kinds) > 1:
-        return " or ".join(described(kind) for kind in kinds)
+        none_last = sorted(kinds, key=lambda kind: kind is type(None))
+        return " or ".join(described(kind) for kind in none_last)
     return _DESCRIBED.get(wanted, getattr(wanted, "__name__", str(wanted)))

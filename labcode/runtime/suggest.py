@@ -9,6 +9,7 @@ from labcode.runtime.files import written_at
 
 LAST_PART_CUTOFF = 0.7  # a short word is easily like another: 0.6, difflib's own, finds nonsense
 MOST_LISTED = 8  # names that can stand behind a suggestion without hiding it
+LEAST_OF_A_WORD = 3  # letters by which a word within a name is known: "seq" of "sequence"
 LEAST_BEGUN = 2  # letters that are the beginning of a name; one may be a slip
 RUN_FOLDERS = ("runs", "notebooks/runs", "solutions/runs")  # where runs of the course lie
 # what torch, other frameworks and papers call a dtype: no letters tell that half is float16
@@ -26,14 +27,15 @@ OTHER_NAMES = {
 def meant(word: str, known: Iterable[str]) -> list[str]:
     """The names in `known` that `word` may stand for; empty if none does.
 
-    Names are compared without case. A name that goes by `word` elsewhere comes first; then all
-    that `word` begins, as "h100" does h100-80gb: what is alike otherwise, such as h200, is
-    something else. A word that begins more than can be listed tells too little. Then likeness.
+    Names are compared without case, and _ counts as -. A name that goes by `word` elsewhere comes
+    first; then all that `word` begins, as "h100" does h100-80gb: what is alike otherwise, such as
+    h200, is something else. A word that begins more than can be listed tells too little. Then
+    likeness.
     """
     by_folded = {}
     for name in known:
-        by_folded.setdefault(name.casefold(), name)
-    folded = word.casefold()
+        by_folded.setdefault(_folded(name), name)
+    folded = _folded(word)
     other = OTHER_NAMES.get(folded)
     if other in by_folded:
         return [by_folded[other]]
@@ -43,6 +45,10 @@ def meant(word: str, known: Iterable[str]) -> list[str]:
             return [by_folded[name] for name in begun]
     match = _most_alike(folded, list(by_folded))
     return [] if match is None else [by_folded[match]]
+
+
+def _folded(name: str) -> str:
+    return name.casefold().replace("_", "-")
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
@@ -67,12 +73,33 @@ def _most_alike(word: str, names: list[str]) -> str | None:
         same = begun or [name for name in names if _last_part(name).startswith(word.lstrip("-"))]
     if same:
         return difflib.get_close_matches(word, same, n=1, cutoff=0)[0]
+    same = _of_the_same_words(last, names)
+    if len(same) == 1:
+        return same[0]
     # what is alike in the section alone is not meant: "optim.zzz" is no "optim.lr"
     alike = [name for name in names if _are_alike(last, _last_part(name))]
     section = word.rpartition(".")[0]
     beside = [name for name in alike if section and name.rpartition(".")[0] == section]
     matches = difflib.get_close_matches(word, beside or alike, n=1)
     return matches[0] if matches else None
+
+
+def _of_the_same_words(typed: str, names: Iterable[str]) -> list[str]:
+    """The names whose words are those of what was typed, which may be shortened or more or fewer.
+
+    "max-seq-len" is "sequence-length", and "batch" is "global-batch": others put num, n or max
+    before many things. The last word says what the thing is, so it is there on both sides.
+    """
+    beginnings = [part for part in typed.split("-") if len(part) >= LEAST_OF_A_WORD]
+    if not beginnings:
+        return []
+    found = []
+    for name in names:
+        *others, thing = _last_part(name).split("-")
+        extra = [part for part in others if not part.startswith(tuple(beginnings))]
+        if thing.startswith(beginnings[-1]) and (not extra or len(beginnings) == 1):
+            found.append(name)
+    return found
 
 
 def _same_last_part(word: str, names: Iterable[str]) -> list[str]:

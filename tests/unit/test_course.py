@@ -211,7 +211,7 @@ def test_next_follows_the_way_that_was_chosen_from_section_to_section(on_way, ca
     assert by_number[-1] == "Next: exercise 0.2 in 00_start.ipynb"
     assert printed(["way"], on_way, capsys)[0].startswith("You are on no way. There are short")
     assert printed(["way", "short"], on_way, capsys)[:3] == [
-        "short: Go",
+        "short: Go (`python -m labcode way off` ends it)",
         "    00 §1  Part 1, 10 min",
         "    00 §2  Part 2, 10 min  · 0.2",
     ]

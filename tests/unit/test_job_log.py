@@ -1,5 +1,6 @@
 """What failed first in a job, from what it printed: `labcode.slurm.log`, and the command for it."""
 
+import io
 from pathlib import Path
 
 import pytest
@@ -197,3 +198,12 @@ def test_a_file_that_cannot_be_read_is_one_line(
         assert (code, out) == (2, "")
         assert err.startswith(f"error: {name}") and err.endswith(f"{words}\n")
         assert err.count("\n") == 1
+
+
+def test_a_log_can_come_from_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = b"step 3\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(log)))
+    assert doctor.main(["job", "-"]) == 1
+    assert "out of memory" in capsys.readouterr().out

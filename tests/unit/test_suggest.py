@@ -127,3 +127,11 @@ def test_every_command_that_takes_a_run_says_which_one_is_near(
     assert importlib.import_module(module).main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "did you mean runs/gpt_tiny-001?" in line
+
+
+def test_words_that_others_shorten_or_add_lead_to_the_name():
+    known = ("--sequence-length", "--heads", "--kv-heads", "--attention", "--global-batch", "--top")
+    assert meant("--max_seq_len", known) == ["--sequence-length"]
+    assert meant("--num-attention-heads", known) == ["--heads"]
+    assert meant("--batch", known) == ["--global-batch"]
+    assert meant("--precision", known) == []
