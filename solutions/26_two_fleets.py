@@ -111,7 +111,6 @@ print(f"right {above[0]:.2f}, wrong {above[-1]:.2f}; their sum is {above.sum():.
 # shape, by the formula above. The check has groups of several sizes, and one whose rewards are all alike. One to three
 # lines.
 
-
 # %% tags=["by-hand", "exercise"]
 def advantages(rewards):
     """[.., G] -> [.., G]: how much better than its group each answer is."""
@@ -119,7 +118,6 @@ def advantages(rewards):
     above = rewards - rewards.mean(-1, keepdim=True)
     return above / (rewards.std(-1, keepdim=True) + 1e-6)
     ### END SOLUTION
-
 
 # %% tags=["check"]
 check("26.1", advantages)
@@ -257,7 +255,6 @@ for average, (long, short) in found.items():
 # to `new` alone. Whoever calls may have computed `old` and `advantage` with a graph, and for the loss they are
 # constants all the same: `detach()` cuts a tensor from its graph. About 10 lines.
 
-
 # %% tags=["by-hand", "exercise"]
 def grpo_loss(new, old, advantage, counts, low=0.2, high=0.2, average="token"):
     """[B, T], [B, T], [B], [B, T] -> a number."""
@@ -275,7 +272,6 @@ def grpo_loss(new, old, advantage, counts, low=0.2, high=0.2, average="token"):
         weights = mask / mask.numel()
     return -(weights * gain).sum()
     ### END SOLUTION
-
 
 # %% tags=["check"]
 check("26.2", grpo_loss)
@@ -304,7 +300,6 @@ def one_step(model, optimizer, random):
     optimizer.step()
     optimizer.zero_grad()
     return rewards.mean().item(), lab.ratios(new, drawn.log_probs, drawn.counts)
-
 
 # %% [markdown]
 # **Predict.** Over 60 such steps, what fraction of the tokens, from 0 to 1, has a ratio outside of 0.8 to 1.2, so
@@ -401,7 +396,6 @@ class Move(NamedTuple):
     target: int
     block: Box
 
-
 # %% [markdown]
 # **Predict.** A weight has 24 rows and 8 columns. How many blocks are there to send if tp = 4 cuts its rows on the
 # learner, and tp = 3 on the generator? How many, if the learner has 4 ranks that cut the rows, and the generator 2
@@ -443,7 +437,6 @@ for move in moves:
 # rank holds of `box`; `block` lies within `box`. Offsets of boxes count in the whole weight, those of a tensor within
 # the tensor. `tensor.narrow(dim, first, length)` is a view of some indices along one dim. Five to seven lines each.
 
-
 # %% tags=["by-hand", "exercise"]
 def common(one, other):
     """Two boxes -> the box that both have, or None."""
@@ -472,7 +465,6 @@ def inside(part, box, block):
         part = part.narrow(dim, first, block.sizes[dim])
     return part
     ### END SOLUTION
-
 
 # %% tags=["check"]
 check("26.3", common, inside)
@@ -513,7 +505,6 @@ def plan(sources, targets):
             moves.append(Move(source, target, block))
     return moves
     ### END SOLUTION
-
 
 # %% tags=["check"]
 check("26.4", plan)
@@ -558,7 +549,6 @@ def exchange(moves, box, part):
     for place, block in arriving:
         inside(part, box, place).copy_(block)
     ### END SOLUTION
-
 
 # %% tags=["check"]
 check("26.5", exchange, ranks)
@@ -644,7 +634,9 @@ def send_weights(way):
             parts = reshard.parts_of(model)
             reshard.exchange(moves, parts, 0, dist.group.WORLD, torch.float64)
         else:
-            reshard.gather_and_broadcast(model, is_learner, first_and_generator, torch.float64)
+            reshard.gather_and_broadcast(
+                model, is_learner, first_and_generator, torch.float64
+            )
     whole = lab.started().state_dict()
     off = 0.0 if is_learner else max(lab.slices_off(model, whole).values())
     return totals(calls), off

@@ -647,24 +647,27 @@ def _as_boxes(layout: Layout) -> dict[int, Any]:
 
 def plan(answer: Callable[..., Any]) -> None:
     """The learner's `plan(sources, targets)`."""
+    plans = {}
     for case, (shape, sources, targets) in LAYOUTS.items():
         given = _as_boxes(sources), _as_boxes(targets)
         moves = due(answer(*given))
         sequence(moves, "a list of moves")
         unchanged = given == (_as_boxes(sources), _as_boxes(targets))
         refuse({CHANGED.format("a layout"): not unchanged}, case)
-        triples = [_triple(move, case) for move in moves]
+        triples = _triples(moves, case)
         for source, target, block in triples:
             _fits(case, source, target, block, sources, targets)
         _covers(case, shape, triples, targets)
         _is_spread(case, triples, sources)
-        _is_the_same_everywhere(case, answer, triples, sources, targets)
+        plans[case] = triples
+    for case, (_, sources, targets) in LAYOUTS.items():
+        _is_the_same_everywhere(case, answer, plans[case], sources, targets)
 
 
 def _is_the_same_everywhere(
     case: str,
     answer: Callable[..., Any],
-    triples: Sequence[tuple[int, int, Pair]],
+    triples: list[tuple[int, int, Pair]],
     sources: Layout,
     targets: Layout,
 ) -> None:
@@ -673,11 +676,11 @@ def _is_the_same_everywhere(
     other_order = answer(_reversed(_as_boxes(sources)), _reversed(_as_boxes(targets)))
     mistakes = {
         "called twice with the same layouts it gives two plans, and each rank makes its own": (
-            [_triple(move, case) for move in again] != triples
+            _triples(again, case) != triples
         ),
         "with the same ranks in another order in the dicts it gives another list: a rank may have "
         "filled its dicts in another order. What does sorted(...) do?": (
-            [_triple(move, case) for move in other_order] != triples
+            _triples(other_order, case) != triples
         ),
     }
     refuse(mistakes, case)
@@ -685,6 +688,10 @@ def _is_the_same_everywhere(
 
 def _reversed(layout: dict[int, Any]) -> dict[int, Any]:
     return dict(reversed(layout.items()))
+
+
+def _triples(moves: Sequence[Any], case: str) -> list[tuple[int, int, Pair]]:
+    return [_triple(move, case) for move in moves]
 
 
 def _triple(move: Any, case: str) -> tuple[int, int, Pair]:
