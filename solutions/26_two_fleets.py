@@ -27,7 +27,7 @@
 # - say what a generator that lags behind does to ratios and to rewards, and bound the lag;
 # - find from ratios, rewards and differences of weights what is wrong between two fleets.
 #
-# **Time**: 146 minutes. Good places for a break are after sections 2 and 3.
+# **Time**: 150 minutes, and 10 more for what is optional. Good places for a break are after sections 2 and 3.
 #
 # **Needs**: lesson 01 (sections 1, 2), lesson 08 (section 1), lesson 09 (sections 1, 2) and lesson 13 (section 1).
 # For section 5 also lesson 18 (section 1).
@@ -84,8 +84,9 @@ print(f"mean reward of all 256 answers: {rewards.mean():.2f}")
 # $$A_i = \frac{r_i - \mathrm{mean}(r)}{\mathrm{std}(r) + 10^{-6}}$$
 #
 # An answer with a positive advantage will be made more likely, one with a negative advantage less likely. The small
-# number in the denominator is for groups whose rewards are all alike: there the advantage is 0, and not 0 / 0. We take
-# the standard deviation as `torch.std` computes it, with G - 1 in its denominator, as TRL does.
+# number in the denominator is for groups whose rewards are all alike: there the advantage is 0, and not 0 / 0. We
+# take the standard deviation as `torch.std` computes it, with G - 1 in its denominator, as TRL does, the library of
+# Hugging Face for fine-tuning by rewards.
 #
 # **Predict.** In a group of 16, 12 answers are right. How many times as large as the advantage of a right answer is
 # that of a wrong one, without the sign?
@@ -123,11 +124,11 @@ check("26.1", advantages)
 
 # %% [markdown]
 # A group whose answers are all right, or all wrong, teaches nothing: all of its advantages are zero, and the work of
-# drawing 16 answers is lost. How often does that happen? If each answer were right with a chance of 0.53, whatever its
-# prompt, all 16 would be alike in $0.53^{16} + 0.47^{16}$ of the groups: 4 of 100,000.
+# drawing 16 answers is lost. How often does that happen? All prompts have six brackets. If each answer were right
+# with a chance of 0.53, all 16 would be alike in $0.53^{16} + 0.47^{16}$ of the groups: 4 of 100,000.
 #
-# **Predict.** Our prompts are all of one length, but not equally hard for the model. Among 200 groups, are those that
-# teach nothing "as rare" as that, "rarer", or "far more"?
+# **Predict.** We draw 200 groups. Are those that teach nothing "as rare" as that, within a factor of ten, or are they
+# "rarer", or "far more"?
 
 # %% tags=["predict"]
 groups_that_teach_nothing = "far more"
@@ -148,9 +149,9 @@ print(f"{100 * fraction:.1f} of 100 groups teach nothing")
 print(f"right answers of 16: from {right.min():.0f} to {right.max():.0f}")
 
 # %% [markdown]
-# Some prompts are hard and some are easy, and with training most become easy. DAPO therefore draws more prompts until a
-# batch is full of groups that differ ("dynamic sampling", section 3.2 of its paper). Watch the fraction of such groups
-# in your own runs. TRL logs it as `frac_reward_zero_std`.
+# Some prompts are hard for the model and some are easy, and with training most become easy. DAPO, a later recipe on
+# top of GRPO, therefore draws more prompts until a batch is full of groups that differ ("dynamic sampling", section
+# 3.2 of its paper). Watch the fraction of such groups in your own runs. TRL logs it as `frac_reward_zero_std`.
 #
 # **Takeaway: a reward counts beside those of its group. What is rare in a group has the largest advantage, and a group
 # whose rewards are alike teaches nothing.**
@@ -162,13 +163,13 @@ print(f"right answers of 16: from {right.min():.0f} to {right.max():.0f}")
 # up, and the wrong ones not down; on easy prompts there is nothing but pushing. A baseline changes no expectation.)
 
 # %% [markdown]
-# ## 2. The loss (core, 32 min)
+# ## 2. The loss (core, 33 min)
 #
 # Let $p$ be the probability of a token under the learner, and $p'$ the one under the generator that drew it. Their
-# **ratio** is $r = p / p'$. The answers were drawn with $p'$, but we want to know how good answers of the learner are.
-# A token that the learner would draw twice as often should count twice. So each token adds $r A$ to what we want to
-# raise, where $A$ is the advantage of its answer. At $r = 1$ the gradient of $r A$ is $A$ times the gradient of
-# $\log p$: tokens of good answers become more likely.
+# **ratio** is $r = p / p'$. The answers were drawn with $p'$, but we want to know how good answers of the learner
+# are. A token that the learner would draw twice as often should count twice. This is **importance weighting**. So
+# each token adds $r A$ to what we want to raise, where $A$ is the advantage of its answer. At $r = 1$ the gradient of
+# $r A$ is $A$ times the gradient of $\log p$: tokens of good answers become more likely.
 #
 # One may take several updates from one batch, and then $r$ moves away from 1. How far should it go? The answers say
 # little about a model that is far away from the one that drew them. So the gain is **clipped**, as in PPO:
@@ -176,10 +177,13 @@ print(f"right answers of 16: from {right.min():.0f} to {right.max():.0f}")
 # $$\mathrm{gain} = \min\bigl(r A,\ \mathrm{clip}(r,\ 1 - \varepsilon_\mathrm{low},\ 1 + \varepsilon_\mathrm{high})\, A\bigr)$$
 #
 # Both ε are 0.2 here. The minimum takes the worse of the two. Let A be 1: at r = 1.1 both are 1.1. At r = 3 the first
-# is 3 and the second 1.2, so the gain is 1.2, whatever r is, and there is no gradient any more.
+# is 3 and the second 1.2, so the gain is 1.2, also if r grows further, and there is no gradient any more.
 #
-# **Predict.** What is the gain for A = 1 and r = 0.5, for A = -1 and r = 1.5, and for A = -1 and r = 0.5? And for how
-# many of these three is there no gradient?
+# Now let A be -1: at r = 0.9 both are -0.9. At r = 3 the first is -3 and the second -1.2. The smaller of these is -3,
+# which is not clipped: it changes with r, and so there is a gradient, which pulls r down.
+#
+# **Predict.** What is the gain for A = 1 and r = 0.5, for A = -1 and r = 1.5, and for A = -1 and r = 0.5? Give a
+# list. And for how many of these three is there no gradient?
 
 # %% tags=["predict"]
 gains = [0.5, -1.5, -0.8]
@@ -216,26 +220,26 @@ plot.lines(curves, x=steps, caption="26.gain")
 # | `"token"` | $1 / \sum_j \lvert o_j \rvert$ | DAPO: a mean over all tokens |
 # | `"constant"` | $1 / (N\, T)$ | Dr. GRPO: the same number, whatever the lengths are |
 #
-# In TRL these are `loss_type="grpo"`, `"dapo"` and `"dr_grpo"`. In verl `loss_agg_mode` chooses, and `token-mean` is
-# DAPO's.
+# In TRL these are `loss_type="grpo"`, `"dapo"` and `"dr_grpo"`. In verl, another library for training by rewards,
+# `loss_agg_mode` chooses, and `token-mean` is DAPO's.
 #
-# **Predict.** A batch has two answers, of 4 tokens and of 1 token, and T = 4. What is the weight of one token of the
-# long answer in each of the three ways, in the order of the table?
+# **Predict.** A batch has two answers, of 4 tokens and of 1 token, and T = 8. What is the weight of one token of the
+# long answer in each of the three ways? Give a list in the order of the table.
 
 # %% tags=["predict"]
-weights_of_a_token = [1 / 8, 1 / 5, 1 / 8]
+weights_of_a_token = [1 / 8, 1 / 5, 1 / 16]
 
 # %% tags=["nbval-check-output"]
 from labcode.train import grpo
 
-two_answers = torch.tensor([[True] * 4, [True, False, False, False]])
+two_answers = torch.arange(8) < torch.tensor([[4], [1]])
 found = {}
 for average in ("sequence", "token", "constant"):
     found[average] = grpo.token_weights(two_answers, average)[:, 0].tolist()
 long_ones = [round(of_answers[0], 4) for of_answers in found.values()]
 compare("weights", weights_of_a_token, long_ones, within=1)
 for average, (long, short) in found.items():
-    print(f"{average:9} long answer {long:.3f}, short answer {short:.3f}")
+    print(f"{average:9} long answer {long:.4f}, short answer {short:.4f}")
 
 # %% [markdown]
 # With "sequence" the one token of the short answer counts four times as much as a token of the long one. So among wrong
@@ -248,15 +252,16 @@ for average, (long, short) in found.items():
 # `new` and `old` [B, T] are the log-probabilities of the tokens, under the learner and under the generator.
 # `advantage` [B] has one number for each answer. `counts` [B, T] is True where a token belongs to its answer. Return
 # the loss, one number: less than nothing where there is a gain, since an optimizer makes it smaller. A gradient flows
-# to `new` alone. About 10 lines.
+# to `new` alone. Whoever calls may have computed `old` and `advantage` with a graph, and for the loss they are
+# constants all the same: `detach()` cuts a tensor from its graph. About 10 lines.
 
 # %% tags=["by-hand", "exercise"]
 def grpo_loss(new, old, advantage, counts, low=0.2, high=0.2, average="token"):
     """[B, T], [B, T], [B], [B, T] -> a number."""
     ### BEGIN SOLUTION
-    ratio = torch.exp(new - old)
+    ratio = torch.exp(new - old.detach())
     clipped = ratio.clamp(1 - low, 1 + high)
-    a = advantage[:, None]
+    a = advantage.detach()[:, None]
     gain = torch.minimum(ratio * a, clipped * a)
     mask = counts.to(gain.dtype)
     if average == "sequence":
@@ -273,15 +278,15 @@ check("26.2", grpo_loss)
 
 # %% [markdown]
 # Here is a whole step of training by rewards. `by_hand` has the finished exercises, and `yours` takes your loss if it
-# was right in this kernel. `lab.log_probs` gives log p of the new tokens from an ordinary forward pass. The generator
-# is the learner itself for now, so each batch is drawn with the newest weights, and there is one update for each
-# batch.
+# was right in this kernel. `lab.log_probs` gives log p of the new tokens from an ordinary forward pass. Read the
+# cell: which weights draw an answer, and which give it its `new`?
 
 # %%
 from course.labs import l26_by_hand as by_hand
 from labcode.models.generate import generate
 
 my_loss = yours("26.2", by_hand.grpo_loss)
+
 
 def one_step(model, optimizer, random):
     """Draw, reward, update; returns the mean reward and the ratios."""
@@ -297,7 +302,8 @@ def one_step(model, optimizer, random):
     return rewards.mean().item(), lab.ratios(new, drawn.log_probs, drawn.counts)
 
 # %% [markdown]
-# **Predict.** Over 60 such steps, what fraction of the tokens has a ratio outside of 0.8 to 1.2, so that the clip acts?
+# **Predict.** Over 60 such steps, what fraction of the tokens, from 0 to 1, has a ratio outside of 0.8 to 1.2, so
+# that the clip acts? Take the step in which it is largest.
 
 # %% tags=["predict"]
 fraction_clipped = 0
@@ -318,8 +324,9 @@ for step in range(60):
 compare("fraction clipped", fraction_clipped, max(outside), within=1)
 
 # %% [markdown]
-# None: learner and generator have the same weights, so every ratio is 1, up to rounding. Clipping begins to matter with
-# a second update from the same batch, or with a generator that is behind, which is section 4.
+# None: the generator is the learner itself, each batch is drawn with the newest weights, and there is one update for
+# each batch. So every ratio is 1, up to rounding. Clipping begins to matter with a second update from the same batch,
+# or with a generator that is behind, which is section 4.
 #
 # Has it learnt? The figure shows the reward of your run, as means over five steps. The grey area reaches from the
 # lowest to the highest of eight runs that were recorded (`python -m course.labs.l26_record`), and differ only in the seed
@@ -338,14 +345,14 @@ plot.lines(yours_now, x=lab.middles(), bands=bands, caption="26.rewards")
 # the minimum lets everything else come back. With one update for each batch and the newest weights all ratios are 1.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 32 minutes. Wrong answers to 26.2 that pass with one answer, or with answers of one length: the
-# mean over all places instead of all tokens that count; `(gain * mask).mean()`; a sum over tokens for "sequence".
-# `torch.max` in place of `torch.min` comes from loss formulas with the sign inside. Ask: what is the value of the loss
-# at ratio 1 with "constant" weights and answers of one length? (Zero, as advantages add up to zero. The loss says
-# nothing here: watch the reward.)
+# *For the instructor.* 33 minutes. Wrong answers to 26.2 that pass with one answer, or with answers of one length:
+# the mean over all places instead of all tokens that count; `(gain * mask).mean()`; a sum over tokens for "sequence".
+# `torch.max` in place of `torch.min` comes from loss formulas with the sign inside. Ask: what is the value of the
+# loss at ratio 1 with "constant" weights and answers of one length? (Zero, as advantages add up to zero. The loss
+# says nothing here: watch the reward.)
 
 # %% [markdown]
-# ## 3. Weights from one layout to another (core, 48 min)
+# ## 3. Weights from one layout to another (core, 54 min)
 #
 # Generating and learning want different layouts. A learner holds gradients and an optimizer's state, so it is cut by
 # FSDP, or by tp and pp. A generator wants a small answer time, and room for keys and values. So large jobs use separate
@@ -410,6 +417,7 @@ def rows_of(num_ranks, first_rank=0):
         boxes[first_rank + number] = by_hand.Box((number * each, 0), (each, 8))
     return boxes
 
+
 four, three = rows_of(4), rows_of(3, first_rank=4)
 columns = {4: by_hand.Box((0, 0), (24, 4)), 5: by_hand.Box((0, 4), (24, 4))}
 moves = by_hand.plan(four, three)
@@ -448,6 +456,7 @@ def common(one, other):
     return Box(tuple(offsets), tuple(sizes))
     ### END SOLUTION
 
+
 def inside(part, box, block):
     """The numbers of a block, as a view of the part whose box is given."""
     ### BEGIN SOLUTION
@@ -461,16 +470,19 @@ def inside(part, box, block):
 check("26.3", common, inside)
 
 # %% [markdown]
-# With dp = 2 on the learner each block is there twice. These **replicas** are the same, so it is enough that one of
-# them sends. But not always the same one: the exchange takes as long as the rank that has the most to send.
+# A learner with tp and plain data parallelism on top of it, dp = 2, has each block twice. These **replicas** are the
+# same, so it is enough that one of them sends. But not always the same one: the exchange takes as long as the rank
+# that has the most to send.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 26.4 · The plan
 #
 # `sources` and `targets` are dicts {rank: its box} of one weight. Return a list of `Move(source, target, block)`, so
 # that each target gets each number of its box exactly once. Boxes of two sources are either the same (replicas) or
-# have nothing in common. Of replicas, let the one send that has the fewest numbers to send so far. Every rank runs this
-# function by itself, so it must give the same list everywhere. About 12 lines; `common` is yours or `by_hand.common`.
+# have nothing in common. Of replicas, let the one send that has the fewest numbers to send so far: numbers, not
+# blocks, since blocks differ in size. Every rank runs this function by itself, and may have filled its dicts in
+# another order, so go through ranks in **sorted** order: then the list is the same everywhere. About 12 lines;
+# `common` is yours or `by_hand.common`.
 
 # %% tags=["by-hand", "exercise"]
 import math
@@ -481,10 +493,10 @@ def plan(sources, targets):
     ### BEGIN SOLUTION
     num_sent = dict.fromkeys(sources, 0)
     moves = []
-    for target, wanted in targets.items():
+    for target in sorted(targets):
         holders = {}
-        for source, held in sources.items():
-            block = common(held, wanted)
+        for source in sorted(sources):
+            block = common(sources[source], targets[target])
             if block is not None:
                 holders.setdefault(block, []).append(source)
         for block, replicas in holders.items():
@@ -501,15 +513,17 @@ check("26.4", plan)
 # The plan is arithmetic, and it is made once. What happens after each update is the exchange: each rank looks for the
 # moves in which it has a part. A rank may have several others to send to, or to receive from. If it waited for one
 # message before it started the next, one slow rank would hold up the others, one after the other. So all are started
-# first (`dist.isend` and `dist.irecv` return at once), and then all are waited for.
+# first (`dist.isend` and `dist.irecv` return at once), and then each is waited for, once. Before its `wait()` has
+# returned, the tensor of an `irecv` does not hold the message.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 26.5 · The exchange
 #
 # Every rank calls `exchange(moves, box, part)` with the same moves, its own box, and its own part, a tensor of the
 # sizes of the box. A rank that sends reads from its part, one that receives writes into it, and a rank without moves
-# does nothing. What is sent has to be contiguous in memory, and so has what is received. About 14 lines; `inside` is
-# yours or `by_hand.inside`.
+# does nothing. Start all messages of the rank before you wait for one. What is sent has to be contiguous in memory,
+# and so has what is received: receive into a tensor of its own and copy it into the part afterwards. About 14 lines;
+# `inside` is yours or `by_hand.inside`.
 
 # %% tags=["by-hand", "exercise"]
 import torch
@@ -542,8 +556,9 @@ check("26.5", exchange, ranks)
 # %% [markdown]
 # A real part need not be one box. Our GPT has a weight of 96 rows: 32 rows of q, then 32 of k, then 32 of v. tp gives
 # each rank half of the heads, and so half of **each** of the three. FSDP knows nothing of heads, and cuts the rows in
-# the middle. From here on our learner has FSDP over ranks 0 and 1, and our generator tp = 2 on ranks 2 and 3. Both cuts
-# give each rank 48 rows. They are not the same rows, and no shape tells.
+# the middle. From here on our learner has FSDP over ranks 0 and 1, and our generator tp = 2 on ranks 2 and 3. (FSDP
+# cuts along the axis dp, so the learner is `GridShape(dp=2)`.) Both cuts give each rank 48 rows. They are not the
+# same rows, and no shape tells.
 #
 # **Predict.** How many of its 48 rows does rank 2 get from rank 0?
 
@@ -560,6 +575,7 @@ from labcode.topology import GridShape
 
 LEARNER, GENERATOR = GridShape(dp=2), GridShape(tp=2)
 
+
 def rows_of_qkv():
     """{(source, target): rows of q, k and v of the first layer} of the plan."""
     number, grid = Grid.fleets(LEARNER, GENERATOR)
@@ -570,6 +586,7 @@ def rows_of_qkv():
             way = move.source, move.target
             rows[way] = rows.get(way, 0) + move.write.sizes[0]
     return rows
+
 
 rows = ranks.run(rows_of_qkv)[0]
 compare("rows", rows_from_0, rows[0, 2], within=1)
@@ -588,8 +605,9 @@ plot.two_cuts(
 
 # %% [markdown]
 # Now all weights. The generator starts with other random weights, so that nothing can be right by chance. The usual
-# way, for comparison, is to collect each weight whole on the learner and to broadcast it to all ranks of the generator,
-# which then keep their part. vLLM's NCCL engine for weights works like this.
+# way, for comparison, is to collect each weight whole on the learner and to broadcast it to all ranks of the
+# generator, which then keep their part. The NCCL engine for weights of vLLM, a server that generates text, works like
+# this.
 #
 # **Predict.** The model has 26,208 numbers of 8 bytes. Nearly all of its weights are cut by tp. How many bytes does a
 # rank of the generator receive with boxes, and how many with the broadcast?
@@ -623,6 +641,7 @@ def send_weights(way):
     off = 0.0 if is_learner else max(lab.slices_off(model, whole).values())
     return totals(calls), off
 
+
 by_boxes = ranks.run(send_weights, "boxes")
 usual = ranks.run(send_weights, "broadcast")
 received = by_boxes[2][0]["recv"][1]
@@ -639,8 +658,8 @@ print("largest difference, broadcast:", max(off for _, off in usual))
 # broadcast brings it. At t = 8 and 140 GB of weights that is 17.5 GB in place of 140 GB for each rank, after each
 # update.
 #
-# So why do most frameworks broadcast? It is a few lines, and needs no plan that knows both layouts. NeMo-RL and vLLM
-# have both ways by now; section 7 has their names.
+# So why do most frameworks broadcast? It is a few lines, and needs no plan that knows both layouts. vLLM and NeMo-RL,
+# NVIDIA's library for training by rewards, have both ways by now; section 7 has their names.
 #
 # Now the whole loop on two fleets: weights, answers, rewards, update.
 
@@ -671,6 +690,7 @@ def train_on_two_fleets(steps):
             grpo.learn(model, optimizer, batch, reward, grpo.GRPO(average="token"))
     return rewards, off
 
+
 together = ranks.run(train_on_two_fleets, 5)
 print("rewards on two fleets:", " ".join(f"{one:.4f}" for one in together[0][0]))
 alone = [row.reward for row in lab.train(5, seed=26)]
@@ -687,11 +707,12 @@ print("all ratios are 1 to 1e-12:", together[0][1] < 1e-12)
 # whole weights brings.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 48 minutes, the heart of the lesson. In 26.3 the classic is `inside` with offsets of the whole
+# *For the instructor.* 54 minutes, the heart of the lesson. In 26.3 the classic is `inside` with offsets of the whole
 # weight: right on the rank whose box begins at 0, and on no other. In 26.4 a first version sends each replica's copy,
 # so that numbers arrive twice, which changes nothing but the bytes; or it always takes the first replica. In 26.5
 # `dist.recv` straight into a view of the part works for rows, and not for columns. Ask: why may every rank make the
-# plan for itself? (It is a function of the layouts; dicts keep their order. A set would not be safe.)
+# plan for itself? (It is a function of the layouts, if it goes through ranks in sorted order. In the order of a dict
+# it would depend on who filled it.)
 
 # %% [markdown]
 # ## 4. Versions and lag (core, 14 min)
@@ -719,7 +740,8 @@ compare("step", step_s, lab.simulated_step_s(6, 4, 1), unit="s", within=1)
 # from 16 on.
 #
 # **Predict.** Take the mean of |ratio - 1| over all tokens. How many times as large is it with lag 4 as with lag 1,
-# roughly?
+# roughly? Twice as much or half as much counts as right here: how far a model moves in four updates depends on
+# whether they point the same way.
 
 # %% tags=["predict"]
 times_as_far = 4
@@ -737,18 +759,17 @@ bands = {"lag 0, eight seeds": lab.band(0)}
 plot.lines(series, x=lab.middles(), bands=bands, caption="26.lag")
 
 # %% [markdown]
-# (Twice in either direction counts as right here: how far a model moves in four updates depends on whether they point
-# the same way.) With lag 16 a fifth of the tokens is clipped, and sixty steps have brought nothing. Lag 4 loses reward
-# at first, and then learns more slowly. Lag 1 is as fast as none at first. But a mean hides something here. How many of
-# the eight runs end more than 0.15 below the best reward that they had?
+# With lag 16 a fifth of the tokens is clipped, and sixty steps have brought nothing. Lag 4 loses reward at first, and
+# then learns more slowly. Lag 1 is as fast as none at first. But a mean hides something here. So we count for each
+# lag the runs that end more than 0.15 below the best reward that they had.
 
 # %% tags=["nbval-check-output"]
 for lag in lab.LAGS:
     print(f"lag {lag:2}: {lab.num_fallen(lag)} of 8 runs")
 
 # %% [markdown]
-# With the newest weights none falls, and with a lag of one half of them do. A likely reason: a step that went too far is
-# noticed one update later, when the next one has gone further. One sees it in single runs only.
+# With the newest weights none falls, and with a lag of one update half of them do. A likely reason: a step that went
+# too far is noticed one update later, when the next one has gone further. One sees it in single runs only.
 #
 # So the lag has to be **known** and **bounded**. In labcode a version travels with the weights, and goes with every
 # batch. `check_lag` refuses what is too old. It is cheap, and it finds the most frequent mistake of all: a generator
@@ -770,7 +791,7 @@ reshard.check_lag(version=3, newest=7, max_lag=1)
 # reward stays flat although the loss has gradients, and |ratio - 1| grows from step to step without an end.)
 
 # %% [markdown]
-# ## 5. Do both agree on a token? (core, 12 min)
+# ## 5. Do both agree on a token? (core, 15 min)
 #
 # Before the first update both fleets have the same weights. Then all ratios should be 1, and in float64 they were. Large
 # jobs compute in bfloat16, with other kernels on either side. bfloat16 keeps 8 bits of a number, so each result is off
@@ -812,32 +833,53 @@ for (learner, generator), ratio in found.items():
 # %% [markdown]
 # In bfloat16 on both sides they agree better, but not to the last digit: the generator computes one token at a time,
 # with keys and values that it has kept, and the learner all tokens at once. The products have other shapes, and sums
-# are added in another order. On GPUs generator and learner use different attention kernels as well. A mean of
-# |ratio - 1| of about 0.01 is then usual, and not a bug: threads about TRL and slime report such numbers
-# (TRL issue 4772; vime issue 64).
+# are added in another order.
+#
+# The same holds within one fleet. A learner may use another attention kernel. And it may **pack** answers: put them
+# one behind the other in a single row, each up to its end, so that nothing is computed for empty places. A mask then
+# keeps them apart, and the positions of each begin at 0. Here are the log-probabilities of 64 answers in these ways,
+# beside those of a padded batch in PyTorch's fused kernel; in the last line somebody has forgotten the mask.
+
+# %%
+print("dtype     learner          largest |log p - log p'|   mean |ratio - 1|")
+for dtype in ("float32", "bfloat16"):
+    for way, ratio in lab.attention_ways(dtype).items():
+        largest = ratio.log().abs().max().item()
+        print(f"{dtype:9} {way:16} {largest:10.0e} {lab.mean_off(ratio):26.0e}")
+
+# %% [markdown]
+# A kernel and packing round in another order, and no more: in float32 that is about 0.000001, and in bfloat16 at most
+# some hundredths, as in the table above. Only without the mask, where each answer reads those before it, the ratios
+# are far from 1, and in float32 as far as in bfloat16. That is how to tell: **compute once in float32**. A difference
+# that goes away was rounding, and one that stays is a mistake.
+#
+# In large jobs the mean of |log p - log p'| is then about 0.01, which is no bug: 0.011 for a model of 4 billion
+# parameters between Megatron and vLLM (issue 64 of vime, a framework for training by rewards), 0.012 in an issue of
+# TRL (4772).
 #
 # Why does it matter? The ratio now holds two things: how far the learner has moved, which the clip is for, and how
-# differently the two compute. Over an answer of 100 tokens a difference of 0.012 in the same direction multiplies to
-# exp(1.2), about 3.3. Two cures are in use. One is a correction: the ratio between learner and generator before the
-# update multiplies the loss, cut off at a cap ("truncated importance sampling", in TRL and verl). The other is to let
-# both compute alike, bit for bit ("batch invariant" kernels).
+# differently the two compute. In that issue a difference of 0.012 for each of about 100 tokens multiplied to
+# exp(1.2), about 3.3, for the answer. Two cures are in use. One is a correction: the ratio between learner and
+# generator before the update multiplies the loss, cut off at a cap ("truncated importance sampling", in TRL and
+# verl). The other is to let both compute alike, bit for bit ("batch invariant" kernels).
 #
 # **Takeaway: before an update the ratio is 1 if both fleets compute alike. A small, steady difference is dtype and
-# kernels. A large or growing one is a mistake in weights, versions or temperature.**
+# kernels. A large or growing one, or one that stays in float32, is a mistake in weights, versions, masks or
+# temperature.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 12 minutes. Ask: the learner computes log-probs of tokens that were drawn at temperature 0.6,
+# *For the instructor.* 15 minutes. Ask: the learner computes log-probs of tokens that were drawn at temperature 0.6,
 # and forgets to divide its logits. What would the ratios look like? (Far from 1 from the first step on, and always to
 # the same side for likely tokens; TRL issue 4159.)
 
 # %% [markdown]
 # ## 6. A clinic (core, 10 min)
 #
-# Three colleagues have trained four steps on two fleets as ours, each with one mistake, and have then sent the weights
-# once more. No error was raised, all shapes fit, and nobody has looked at versions. Each step has the same prompts and
-# the same random numbers. These are the numbers: the mean of |ratio - 1| and the reward of each step; and for both
-# ranks of the generator how far some of their weights are from the right slice of the learner's weights, relative to
-# its length. "0" means bit for bit equal. The first one is healthy.
+# Three colleagues have trained four steps on two fleets as ours, each with one mistake, and have then sent the
+# weights once more. No error was raised, all shapes fit, and nobody has looked at versions. Each step has the same
+# prompts and the same random numbers. These are the numbers: the mean of |ratio - 1| and the reward of each step; and
+# for both ranks of the generator how far some of their weights are from the right slice of the learner's weights: the
+# norm of the difference, divided by the norm of the slice. "0" means bit for bit equal. The first one is healthy.
 #
 # | name | what could be wrong |
 # |---|---|
@@ -874,12 +916,16 @@ diagnoses = {"A": "shard", "B": "adapters", "C": "stale"}
 check("26.6", diagnoses)
 
 # %% [markdown]
-# The first patient is the nasty one. As the figure in section 3 shows, an FSDP shard of q | k | v has as many rows as
-# the part that tp needs, so nothing complains. They are other rows.
+# A is the nasty one. As the figure in section 3 shows, an FSDP shard of q | k | v has as many rows as the part that
+# tp needs, so nothing complains. They are other rows.
 #
-# In a job of your own, do what was done here: once after the first exchange, and once some updates later, compare each
-# weight of each rank of the generator with the learner's, bit for bit. A norm of each whole weight would not have found
-# the first patient's mistake: all rows are there, only on the wrong ranks.
+# In B the learner sends W and keeps B A to itself: what generates never changes, only matrices with an adapter
+# differ, and the reward stands still. In C nothing is sent after the first update: all weights differ, by as much as
+# the later updates have moved them.
+#
+# In a job of your own, do what was done here: once after the first exchange, and once some updates later, compare
+# each weight of each rank of the generator with the learner's, bit for bit. A norm of each whole weight would not
+# have found A's mistake: all rows are there, only on the wrong ranks.
 #
 # **Takeaway: ratios at step 0 find wrong weights, ratios later find old ones, and the list of weights that differ says
 # which mistake it is.**
@@ -890,16 +936,50 @@ check("26.6", diagnoses)
 # digit, because what generates never changes. TRL's issue 2856 was of this kind; TRL merges adapters before it sends.
 
 # %% [markdown]
-# ## 7. Plain PyTorch (core, 6 min)
+# ## 7. Plain PyTorch (optional, 10 min)
 #
 # PyTorch knows boxes too. A `DTensor` is a tensor with a mesh and placements such as `Shard(0)`, and
-# torch.distributed.checkpoint (DCP) stores, for each rank, a box with its offsets. Who loads with other placements gets
-# the intersections. `redistribute` changes placements within **one** mesh only, so between disjoint fleets there are
-# two ways: `full_tensor()` and a broadcast, or DCP. We let the weight of the picture in section 3 go through a folder,
-# from rows on ranks 0 and 1 to columns on ranks 2 and 3.
+# torch.distributed.checkpoint (DCP) stores, for each rank, a box with its offsets. Who loads with other placements
+# gets the intersections.
 #
-# **Predict.** How many of the 24 · 8 numbers of the weight will be wrong on the ranks 2 and 3, and what is the shape of
-# the part of rank 3?
+# Within **one** mesh `redistribute` changes placements. Let each fleet by itself turn a weight of 24 rows and 8
+# columns from rows into columns, and count what is sent.
+
+# %% tags=["nbval-check-output"]
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from labcode.comm.counting import counted, totals
+from labcode.comm.grid import Grid
+from labcode.topology import GridShape
+
+WHOLE = torch.arange(24.0 * 8).view(24, 8)
+
+
+def rows_to_columns():
+    """(numbers of this rank's columns that are wrong, what was called)."""
+    number, grid = Grid.fleets(GridShape(dp=2), GridShape(tp=2))
+    axis = "dp" if number == 0 else "tp"
+    rows = distribute_tensor(WHOLE, grid.mesh[axis], [Shard(0)])
+    with counted() as calls:
+        columns = rows.redistribute(placements=[Shard(1)]).to_local()
+    expected = WHOLE.chunk(2, 1)[grid.coord(axis)]
+    return int((columns != expected).sum()), totals(calls)
+
+
+for rank, (wrong, calls) in enumerate(ranks.run(rows_to_columns)):
+    for kind, (number, num_bytes) in calls.items():
+        print(f"rank {rank}: {wrong} wrong, {number} {kind} of {num_bytes} B")
+
+# %% [markdown]
+# The 768 bytes are the whole weight, of which a rank needs half, and has half of that already: with boxes it would
+# get 192 bytes. On a CPU DTensor gathers and cuts, since it takes gloo for having no all-to-all; on GPUs it calls an
+# all-to-all (`shard_dim_alltoall` in PyTorch 2.13).
+#
+# Between disjoint fleets there is no common mesh, and so there are two ways: `full_tensor()` and a broadcast, or DCP.
+# We let the same weight go through a folder, from rows on ranks 0 and 1 to columns on ranks 2 and 3.
+#
+# **Predict.** How many of the 24 · 8 numbers of the weight will be wrong on the ranks 2 and 3, and what is the shape
+# of the part of rank 3, as a list?
 
 # %% tags=["predict"]
 wrong_numbers = 0
@@ -909,12 +989,7 @@ shape_on_rank_3 = [24, 4]
 import tempfile
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from labcode.comm.grid import Grid
-from labcode.topology import GridShape
-
-WHOLE = torch.arange(24.0 * 8).view(24, 8)
 
 def through_a_folder(folder):
     """(numbers that are wrong, shape) on a rank that loads; None on one that saves."""
@@ -932,6 +1007,7 @@ def through_a_folder(folder):
     own = weight.to_local()
     return int((own != expected).sum()), list(own.shape)
 
+
 with tempfile.TemporaryDirectory() as folder:
     loaded = ranks.run(through_a_folder, folder)
 compare("wrong numbers", wrong_numbers, loaded[2][0] + loaded[3][0], within=1)
@@ -945,9 +1021,9 @@ compare("shape on rank 3", shape_on_rank_3, loaded[3][1])
 # |---|---|---|
 # | weights from learner to generator | NeMo-RL | refit; `refit_transport: nccl_reshard` sends shards |
 # | | vLLM | weight transfer: `init_weight_transfer_engine`, `update_weights` |
-# | boxes, each number once | vLLM | the M2N backend, "sharding-aware"; it never gathers a full tensor |
+# | boxes, each number once | vLLM | the M2N engine (M ranks to N others): the learner sends its shards, and never gathers a weight |
 # | gather and broadcast | vLLM | the NCCL backend; TRL sends `full_tensor()` of each weight |
-# | | TorchRL | `vLLMUpdater`, which is told `vllm_tp_size` |
+# | | TorchRL, PyTorch's library | `vLLMUpdater`, which is told `vllm_tp_size` |
 # | lag | NeMo-RL, TRL | `max_trajectory_age_steps`; `max_staleness` |
 # | adapters | TRL | `merge_adapter()` before weights are sent |
 #
@@ -959,8 +1035,9 @@ compare("shape on rank 3", shape_on_rank_3, loaded[3][1])
 # On GPUs the same code sends with NCCL. Fleets are neighbours in the order of ranks, so let whole nodes be learners,
 # and others generators: `Grid.fleets` gives the first ranks to the first fleet, and SLURM fills node by node. Weights
 # cross between nodes once for each update, and for each rank of the generator that is its part of the weights divided
-# by the bandwidth of its adapter. Large stacks start fleets as separate jobs or Ray actors rather than as one `srun`;
-# then the group of both is made by address and port, and a rank of a fleet that dies does not take the other one along.
+# by the bandwidth of its adapter. Large stacks start fleets as separate jobs, or as actors of Ray, which are
+# processes that one Python program starts on many nodes, rather than as one `srun`; then the group of both is made by
+# address and port, and a rank of a fleet that dies does not take the other one along.
 #
 # ## Questions (core, 2 min)
 #
@@ -984,8 +1061,8 @@ compare("shape on rank 3", shape_on_rank_3, loaded[3][1])
 #
 # <details><summary>Answer</summary>
 #
-# Not versions: there is none before. It is too large for dtype and kernels. Look for wrong weights, or for another
-# temperature on one side.
+# Not versions: there is none before. It is too large for dtype and kernels. Look for wrong weights, a wrong mask, or
+# another temperature on one side.
 # </details>
 #
 # **4.** Why do weights arrive bit for bit, when losses of two layouts agree to rounding only?
@@ -1015,7 +1092,7 @@ compare("shape on rank 3", shape_on_rank_3, loaded[3][1])
 # | plan | each number once to each rank that needs it; replicas share the sending |
 # | bytes | with tp = t a generator's rank receives 1/t of the weights, not all |
 # | version and lag | travel with weights and batches; too old is refused |
-# | ratio before an update | 1 if both compute alike; else wrong weights, old weights, dtype or temperature |
+# | ratio before an update | 1 if both compute alike; else wrong weights, a wrong mask, dtype or temperature |
 #
 # ## Sources
 #
@@ -1032,8 +1109,8 @@ compare("shape on rank 3", shape_on_rank_3, loaded[3][1])
 #   <https://github.com/huggingface/trl/pull/7017>.
 # - TorchRL, vLLMUpdater: <https://docs.pytorch.org/rl/stable/reference/generated/torchrl.collectors.llm.vLLMUpdater.html>.
 # - Ratios that are not 1: TRL <https://github.com/huggingface/trl/issues/4772> and, with another temperature,
-#   <https://github.com/huggingface/trl/issues/4159>; <https://github.com/vllm-project/vime/issues/64>; the correction
-#   in verl: <https://github.com/verl-project/verl/pull/2953>.
+#   <https://github.com/huggingface/trl/issues/4159>; vime, made of slime with vLLM as its generator,
+#   <https://github.com/vllm-project/vime/issues/64>; the correction in verl: <https://github.com/verl-project/verl/pull/2953>.
 # - Sizes of tp that differ: <https://github.com/verl-project/verl/pull/4876>.
 
 # %%

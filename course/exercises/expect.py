@@ -405,6 +405,16 @@ def careless(calls: Sequence[Event]) -> dict[str, bool]:
         f"a tensor was changed while its {name} was under way: what has to come after wait()?": (
             bool(touched)
         ),
+        **waited_twice(calls),
+    }
+
+
+def waited_twice(calls: Sequence[Event]) -> dict[str, bool]:
+    """A row of a table: two waits for one message, which gloo answers by waiting for another."""
+    kinds = [one.kind for one in calls if one.kind in ("send", "recv") and len(one.waits) > 1]
+    return {
+        f"the handle of a {', '.join(kinds[:1])} was waited for twice: its message ends once, and "
+        "the second wait() does not return": bool(kinds),
     }
 
 

@@ -27,6 +27,7 @@ from course.exercises.expect import (
     settle,
     tensor,
     times,
+    waited_twice,
 )
 from course.exercises.simulated import Event, Outcome, here, simulate
 from course.labs import l12_paced_pipeline
@@ -372,14 +373,12 @@ def _check_waits(case: str, events: Sequence[Event]) -> None:
     """Each message was waited for, once."""
     messages = [one for one in events if one.kind in ("send", "recv")]
     lost = {one.kind for one in messages if not one.arrived}
-    waited_twice = [one.kind for one in messages if len(one.waits) > 1]
     mistakes = {
         "a send was dropped before it had left: keep the handle that isend gives, and wait for it "
         "at the end": "send" in lost,
         "nobody waited for a receive: until its wait() has returned, the message is not in the "
         "tensor": "recv" in lost,
-        f"the handle of a {', '.join(waited_twice[:1])} was waited for twice: its message ends "
-        "once, and the second wait() does not return": waited_twice,
+        **waited_twice(messages),
     }
     refuse(mistakes, case)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from course.answer import Exercise, Hint, due, is_stub
 from course.exercises.expect import (
@@ -16,6 +17,7 @@ from course.exercises.expect import (
     check_causes,
     confirm,
     diagnose,
+    distance,
     own_answers,
     refuse,
     run,
@@ -23,7 +25,7 @@ from course.exercises.expect import (
     tensor,
     with_gaps,
 )
-from course.exercises.simulated import Event, Outcome
+from course.exercises.simulated import Event, Outcome, here
 from course.labs import l26_by_hand as by_hand
 from course.labs import l26_two_fleets as lab
 from course.pool.ranks import Ranks
@@ -81,8 +83,12 @@ def advantages(answer: Callable[..., Any]) -> None:
             "compared with the best of the group: compare with its mean": (
                 (rewards - rewards.amax(-1, keepdim=True)) / (rewards.std(-1, keepdim=True) + 1e-6)
             ),
+            "the mean alone is divided, since / comes before -: what do brackets do?": (
+                rewards - rewards.mean(-1, keepdim=True) / (rewards.std(-1, keepdim=True) + 1e-6)
+            ),
+            "no advantage is below 0, and a wrong answer has a negative one": truth.abs(),
         }
-        diagnose(case, found, truth, mistakes, tolerance=ROUNDING)
+        diagnose(case, found, truth, mistakes, _in_general(found, truth), tolerance=ROUNDING)
     rewards = torch.tensor([[1.0] * 5, [0.0] * 5, [1.0, 0, 0, 0, 1]], dtype=torch.float64)
     found = _advantages_of(answer, rewards, ALIKE)
     mistakes = {
@@ -92,6 +98,25 @@ def advantages(answer: Callable[..., Any]) -> None:
     }
     refuse(mistakes, ALIKE)
     diagnose(ALIKE, found, grpo.advantages(rewards), {}, tolerance=ROUNDING)
+
+
+def _in_general(found: Tensor, truth: Tensor) -> str:
+    """What is said of advantages that no usual mistake gives."""
+    sums = found.double().sum(-1)
+    if bool((sums.abs() > ROUNDING * found.abs().amax(-1)).any()):
+        worst = float(sums.flatten()[sums.abs().argmax()])
+        return (
+            f"the advantages of a group add up to {worst:.3g}, and should to 0: what is subtracted "
+            "from each reward?"
+        )
+    factors = (found * truth).sum(-1, keepdim=True) / (truth * truth).sum(-1, keepdim=True)
+    if distance(found, factors * truth) < ROUNDING:
+        first = float(factors.flatten()[0])
+        return (
+            f"in each group they are right up to a factor, {first:.3g} in the first: by what is it "
+            "to be divided?"
+        )
+    return "the result is {off:.0%} away from the right one"
 
 
 def _of_other_groups(rewards: Tensor) -> dict[str, Any]:
@@ -125,7 +150,13 @@ def _of_other_groups(rewards: Tensor) -> dict[str, Any]:
 
 def _advantages_of(answer: Callable[..., Any], rewards: Tensor, case: str) -> Tensor:
     given = rewards.clone()
-    found = due(answer(given))
+    try:
+        found = due(answer(given))
+    except IndexError as error:
+        raise Hint(
+            f"{case}{error}: the rewards may have any number of dims, here {rewards.dim()}, and a "
+            "group lies along the last one"
+        ) from None
     tensor(found, rewards.shape, f"{case}it returned")
     refuse({CHANGED.format("rewards"): not torch.equal(given, rewards)}, case)
     return found
@@ -166,17 +197,21 @@ LOSS_CASES = (  # (lengths of answers, T, average, low, high)
     ((5, 2, 4, 1, 5), 5, "sequence", 0.2, 0.2),
     ((5, 2, 4, 1, 5), 5, "constant", 0.2, 0.2),
     ((3, 7, 1), 7, "token", 0.1, 0.3),
+    ((3, 7, 1), 7, "sequence", 0.2, 0.2),  # more places than answers
     ((3, 6, 1), 7, "constant", 0.2, 0.28),  # no answer is as long as T
 )
 
 
 def grpo_loss(answer: Callable[..., Any]) -> None:
     """The learner's `grpo_loss(new, old, advantage, counts, low, high, average)`."""
+    of_others: dict[str, bool] = {}
     for lengths, max_tokens, average, low, high in LOSS_CASES:
         about = f'average="{average}", clip {low} and {high}: '
         batch = _tokens(lengths, max_tokens)
         given = batch._replace(new=batch.new.clone().requires_grad_())
         with_copies = [value.clone() for value in given[1:]]
+        for constant in with_copies[:2]:
+            constant.requires_grad_()
         found = due(answer(given.new, *with_copies, low=low, high=high, average=average))
         tensor(found, what=f"{about}it returned")
         is_changed = [not torch.equal(a, b) for a, b in zip(with_copies, given[1:], strict=True)]
@@ -190,12 +225,61 @@ def grpo_loss(answer: Callable[..., Any]) -> None:
         refuse(mistakes)
         truth, slope = _loss_and_slope(batch, low, high, average)
         table = _wrong_losses(batch, low, high, average, truth)
-        diagnose(about, found.reshape(()), truth, table)
+        found = found.reshape(())
+        if distance(found, truth) > ROUNDING:
+            refuse(table, about, found)
+            refuse(_first_wrong(answer, low, high, average), about)
+        diagnose(about, found, truth, {})
         no_way = "no gradient flows to `new`: is something detached, or turned into a number?"
         refuse({no_way: not found.requires_grad}, about)
-        (gradient,) = torch.autograd.grad(found.reshape(()), given.new)
+        inputs = (given.new, *with_copies[:2])
+        gradient, *others = torch.autograd.grad(found, inputs, allow_unused=True)
+        refuse({no_way: gradient is None}, about)
         otherwise = "the loss is right, but its gradient is wrong by {off:.0%}: what is detached?"
         diagnose(about, gradient, slope, {}, otherwise)
+        of_others |= _other_gradients(others)
+    refuse(of_others)
+
+
+def _other_gradients(others: Sequence[Tensor | None]) -> dict[str, bool]:
+    """Gradients of `old` and of `advantage`, where they come with a graph of their own."""
+    found = {}
+    for name, gradient in zip(("old", "advantage"), others, strict=True):
+        hint = (
+            f"a gradient flows to `{name}` too, which here requires one: it was given by the "
+            "generator and the rewards, and is a constant of the loss. What does detach() do?"
+        )
+        found[hint] = gradient is not None and bool(gradient.any())
+    return found
+
+
+SINGLE = ((1.0, 3.0), (1.0, 0.3), (-1.0, 3.0), (-1.0, 0.3), (1.0, 1.05))  # (A, ratio)
+
+
+def _first_wrong(
+    answer: Callable[..., Any], low: float, high: float, average: str
+) -> dict[str, bool]:
+    """What is wrong of a loss that no usual mistake gives: the gain of a token, or its weight."""
+    found = {}
+    options = {"low": low, "high": high, "average": average}
+    is_one = torch.ones(1, 1, dtype=torch.bool)
+    old = torch.full((1, 1), -0.7, dtype=torch.float64)
+    for a, ratio in SINGLE:
+        advantage = torch.tensor([a], dtype=torch.float64)
+        gain = -float(answer(old + math.log(ratio), old, advantage, is_one, **options))
+        truth = min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a)
+        hint = f"one token with A = {a:.0f} and ratio {ratio}: its gain is {gain:.3g}"
+        found[f"{hint}, and by the formula {truth:.3g}"] = not math.isclose(gain, truth)
+    counts = torch.tensor([[True, True, True], [True, False, False]])
+    old = old.expand(2, 3)
+    for number, name in enumerate(("the first", "the second")):
+        advantage = torch.zeros(2, dtype=torch.float64)
+        advantage[number] = 1.0
+        weight = -float(answer(old, old, advantage, counts, **options))
+        truth = float(grpo.token_weights(counts, average)[number].sum())  # type: ignore[arg-type]
+        hint = f"of two answers of 3 tokens and 1, T = 3, all tokens of {name} weigh {weight:.3g}"
+        found[f"{hint} together, and by the table {truth:.3g}"] = not math.isclose(weight, truth)
+    return found
 
 
 def _loss_and_slope(batch: _Tokens, low: float, high: float, average: Any) -> tuple[Tensor, Tensor]:
@@ -243,7 +327,35 @@ def _wrong_losses(
             loss((batch.new - batch.old) * a)
         ),
     }
+    again = (a - a.mean()) / (a.std() + 1e-6)
+    table |= {
+        "every ratio is 1: is `old` what the generator gave?": loss(a + 0 * ratio),
+        "the ratio is clipped between low and high: its bounds are 1 - low and 1 + high": (
+            loss(torch.minimum(ratio * a, ratio.clamp(low, high) * a))
+        ),
+        "`clamp` is given the larger bound first: then everything becomes that of its end": (
+            loss(torch.minimum(ratio * a, ratio.clamp(1 + high, 1 - low) * a))
+        ),
+        "log-probabilities are divided: the ratio of probabilities is the exponential of their "
+        "difference": _loss_of_ratio(batch.new / batch.old, weights, a, low, high),
+        "the learner's probability stands there without the generator's": (
+            _loss_of_ratio(batch.new.exp(), weights, a, low, high)
+        ),
+        "log p times A is the loss at ratio 1 alone: where is the ratio?": loss(batch.new * a),
+        "the ratio is that of a whole answer: each token has its own": _loss_of_ratio(
+            _mean_over_answers(batch), weights, a, low, high
+        ),
+        "the advantages are normalised once more: they are finished when they come": loss(
+            torch.minimum(ratio * again, clipped * again)
+        ),
+    }
     if low != high:
+        table["both bounds are made of low"] = loss(
+            torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + low) * a)
+        )
+        table["both bounds are made of high"] = loss(
+            torch.minimum(ratio * a, ratio.clamp(1 - high, 1 + high) * a)
+        )
         table["low and high are exchanged"] = loss(torch.minimum(ratio * a, swapped * a))
         table["it clips at 0.8 and 1.2, whatever low and high are"] = loss(
             torch.minimum(ratio * a, fixed * a)
@@ -253,6 +365,10 @@ def _wrong_losses(
         table[
             "the advantage of answer t meets token t of all answers: it is [B], tokens [B, T]"
         ] = loss(torch.minimum(ratio * across, clipped * across))
+        by_others = batch.counts.double() / batch.counts.sum(1) / len(batch.new)
+        table[
+            "token t is divided by the length of answer t: keep the dim that the sum runs over"
+        ] = -(by_others * gain).sum()
     kept = gain * batch.counts
     lengths = batch.counts.sum(1)
     longest = int(lengths.max())
@@ -279,6 +395,18 @@ def _wrong_losses(
             -kept.sum() / (len(kept) * longest)
         )
     return table
+
+
+def _mean_over_answers(batch: _Tokens) -> Tensor:
+    """The ratio of a whole answer by the mean of its log-ratios, at each of its tokens."""
+    sums = ((batch.new - batch.old) * batch.counts).sum(1, keepdim=True)
+    return (sums / batch.counts.sum(1, keepdim=True)).exp().expand_as(batch.new)
+
+
+def _loss_of_ratio(ratio: Tensor, weights: Tensor, a: Tensor, low: float, high: float) -> Tensor:
+    """The loss with another ratio."""
+    clipped = ratio.clamp(1 - low, 1 + high)
+    return -(weights * torch.minimum(ratio * a, clipped * a)).sum()
 
 
 # ---- 26.3
@@ -320,7 +448,10 @@ def _has_common(common: Callable[..., Any]) -> None:
     is_first = True
     for about, (one, other, truth) in COMMON.items():
         case = f"common, {about}"
-        found = common(by_hand.Box(*one), by_hand.Box(*other))
+        try:
+            found = common(by_hand.Box(*one), by_hand.Box(*other))
+        except IndexError as error:
+            raise Hint(f"{case}{error}: {_num_dims(len(one[0]))}") from None
         if is_first:  # later None may be right
             due(found)
         is_first = False
@@ -335,6 +466,7 @@ def _has_common(common: Callable[..., Any]) -> None:
         relative = tuple(first - begin for first, begin in zip(offsets, one[0]))
         mistakes = {
             "the second of both are sizes, and you give the ends": given == (offsets, ends),
+            "offsets and sizes are exchanged": given != truth and given == (sizes, offsets),
             "offsets count in the whole weight, and yours count within the first box": (
                 given != truth and given == (relative, sizes)
             ),
@@ -371,6 +503,24 @@ WHERE = (
 )
 
 
+def _num_dims(number: int) -> str:
+    return f"boxes may have any number of dims, and here it is {number}"
+
+
+def _dims_left_whole(found: Tensor, part: Tensor, truth: Tensor) -> list[int]:
+    """The dims that were not cut, if the sizes along all others are right."""
+    whole = []
+    if found.dim() != truth.dim():
+        return whole
+    for dim, size in enumerate(truth.shape):
+        if found.shape[dim] == size:
+            continue
+        if found.shape[dim] != part.shape[dim]:
+            return []
+        whole.append(dim)
+    return whole
+
+
 def _lies_inside(inside: Callable[..., Any]) -> None:
     for about, (box, block) in INSIDE.items():
         case = f"inside, {about}"
@@ -381,20 +531,21 @@ def _lies_inside(inside: Callable[..., Any]) -> None:
         except (RuntimeError, IndexError) as error:
             if is_stub(error):
                 raise
-            raise Hint(f"{case}{error}: {WHERE}") from None
+            is_of_dims = isinstance(error, IndexError) and "start out of range" not in str(error)
+            why = _num_dims(part.dim()) if is_of_dims else WHERE
+            raise Hint(f"{case}{error}: {why}") from None
         due(found)
         tensor(found, what=f"{case}it returned")
         truth = before
         for dim, (first, size) in enumerate(zip(block[0], block[1])):
             truth = truth.narrow(dim, first - box[0][dim], size)
-        first_dim = before.narrow(0, block[0][0] - box[0][0], block[1][0])
+        whole = _dims_left_whole(found, part, truth)
         mistakes = {
-            f"along the first dim alone it is right: there are {part.dim()}": (
-                part.dim() > 1
-                and found.shape != truth.shape
-                and found.shape == first_dim.shape
-                and torch.equal(found, first_dim)
+            "it is the whole part: `narrow` changes nothing, and returns a view": (
+                len(whole) == part.dim() and found.shape != truth.shape
             ),
+            f"dim {', '.join(map(str, whole))} is still whole, and in the others the size is "
+            f"right: the part has {part.dim()} dims": 0 < len(whole) < part.dim(),
             f"it has shape {list(found.shape)}, and the block {list(truth.shape)}: {WHERE}": (
                 found.shape != truth.shape
             ),
@@ -437,6 +588,21 @@ def _moved(layout: Layout, first_rank: int) -> Layout:
     return {rank + first_rank: box for rank, box in layout.items()}
 
 
+def _columns_of_sizes(sizes: Sequence[int], rows: int, first_rank: int) -> Layout:
+    """Ranks with so many columns each."""
+    found: Layout = {}
+    begin = 0
+    for number, size in enumerate(sizes):
+        found[first_rank + number] = (0, begin), (rows, size)
+        begin += size
+    return found
+
+
+def _in_turn(one: Pair, other: Pair, num_ranks: int, first_rank: int) -> Layout:
+    """Ranks of which every second one needs the same box."""
+    return {first_rank + number: (one, other)[number % 2] for number in range(num_ranks)}
+
+
 LAYOUTS: dict[str, tuple[tuple[int, int], Layout, Layout]] = {
     "tp = 2 to rows and columns exchanged: ": (
         (12, 8),
@@ -461,6 +627,17 @@ LAYOUTS: dict[str, tuple[tuple[int, int], Layout, Layout]] = {
         _cut(24, 3, 0, 8, 4),
         _replicas(_cut(24, 2, 0, 8, 0), 2),
     ),
+    # In the order of ranks large and small blocks take turns, and so would their senders.
+    "two replicas, and six ranks that need 9 or 1 columns: ": (
+        (4, 30),
+        _replicas({0: ((0, 0), (4, 30))}, 2),
+        _columns_of_sizes((9, 1, 9, 1, 9, 1), 4, 2),
+    ),
+    "two replicas, and six ranks that need 6 · 6 or 1 · 11 numbers: ": (
+        (12, 12),
+        _replicas({0: ((0, 0), (12, 12))}, 2),
+        _in_turn(((0, 0), (6, 6)), ((11, 0), (1, 11)), 6, 2),
+    ),
 }
 
 
@@ -470,17 +647,51 @@ def _as_boxes(layout: Layout) -> dict[int, Any]:
 
 def plan(answer: Callable[..., Any]) -> None:
     """The learner's `plan(sources, targets)`."""
+    plans = {}
     for case, (shape, sources, targets) in LAYOUTS.items():
         given = _as_boxes(sources), _as_boxes(targets)
         moves = due(answer(*given))
         sequence(moves, "a list of moves")
         unchanged = given == (_as_boxes(sources), _as_boxes(targets))
         refuse({CHANGED.format("a layout"): not unchanged}, case)
-        triples = [_triple(move, case) for move in moves]
+        triples = _triples(moves, case)
         for source, target, block in triples:
             _fits(case, source, target, block, sources, targets)
         _covers(case, shape, triples, targets)
         _is_spread(case, triples, sources)
+        plans[case] = triples
+    for case, (_, sources, targets) in LAYOUTS.items():
+        _is_the_same_everywhere(case, answer, plans[case], sources, targets)
+
+
+def _is_the_same_everywhere(
+    case: str,
+    answer: Callable[..., Any],
+    triples: list[tuple[int, int, Pair]],
+    sources: Layout,
+    targets: Layout,
+) -> None:
+    """Another rank may have filled its dicts in another order."""
+    again = answer(_as_boxes(sources), _as_boxes(targets))
+    other_order = answer(_reversed(_as_boxes(sources)), _reversed(_as_boxes(targets)))
+    mistakes = {
+        "called twice with the same layouts it gives two plans, and each rank makes its own": (
+            _triples(again, case) != triples
+        ),
+        "with the same ranks in another order in the dicts it gives another list: a rank may have "
+        "filled its dicts in another order. What does sorted(...) do?": (
+            _triples(other_order, case) != triples
+        ),
+    }
+    refuse(mistakes, case)
+
+
+def _reversed(layout: dict[int, Any]) -> dict[int, Any]:
+    return dict(reversed(layout.items()))
+
+
+def _triples(moves: Sequence[Any], case: str) -> list[tuple[int, int, Pair]]:
+    return [_triple(move, case) for move in moves]
 
 
 def _triple(move: Any, case: str) -> tuple[int, int, Pair]:
@@ -557,24 +768,49 @@ def _view(whole: Tensor, block: Pair) -> Tensor:
     return whole
 
 
+NOT_NUMBERS: dict[str, Callable[[Sequence[int]], int]] = {
+    "messages": lambda sizes: 1,
+    "rows": lambda sizes: sizes[0],
+    "sums of sizes": sum,
+}
+
+
 def _is_spread(case: str, triples: Sequence[tuple[int, int, Pair]], sources: Layout) -> None:
     """Of ranks with the same box none has more to send than another one by more than a block."""
-    num_sent = dict.fromkeys(sources, 0)
+    uneven = _uneven(triples, sources, math.prod)
+    if uneven is None:
+        return
+    told = ", ".join(f"rank {other} {num}" for other, num in uneven.items())
+    for what, size_of in NOT_NUMBERS.items():
+        if _uneven(triples, sources, size_of) is None:
+            raise Hint(
+                f"{case}{what} are spread evenly over ranks with the same box, and the numbers "
+                f"are not ({told}): blocks differ in size. How many numbers has one?"
+            )
+    raise Hint(
+        f"{case}ranks with the same box send different amounts ({told} numbers): let the one send "
+        "that has the fewest so far"
+    )
+
+
+def _uneven(
+    triples: Sequence[tuple[int, int, Pair]],
+    sources: Layout,
+    size_of: Callable[[Sequence[int]], int],
+) -> dict[int, int] | None:
+    """What replicas send that do not share the sending; None if all of them do."""
+    sent = dict.fromkeys(sources, 0)
     largest = 0
     for source, _, block in triples:
-        size = math.prod(block[1])
-        num_sent[source] += size
+        size = size_of(block[1])
+        sent[source] += size
         largest = max(largest, size)
     for box in sources.values():
-        alike = {other: num_sent[other] for other in sources if sources[other] == box}
-        if max(alike.values()) - min(alike.values()) > largest or (
-            len(alike) > 1 and min(alike.values()) == 0
-        ):
-            told = ", ".join(f"rank {other} {num}" for other, num in alike.items())
-            raise Hint(
-                f"{case}ranks with the same box send different amounts ({told} numbers): let the "
-                "one send that has the fewest so far"
-            )
+        alike = {other: sent[other] for other in sources if sources[other] == box}
+        is_idle = len(alike) > 1 and min(alike.values()) == 0
+        if is_idle or max(alike.values()) - min(alike.values()) > largest:
+            return alike
+    return None
 
 
 # ---- 26.5
@@ -593,6 +829,7 @@ EXCHANGES = {  # layouts, and how many ranks there are: the last one may have no
 }
 NOTHING: Pair = ((0, 0), (0, 0))
 UNTOUCHED = -1.0
+WRITTEN = "written"  # a note: the answer writes into its part
 
 
 class _Exchanged(NamedTuple):
@@ -605,6 +842,20 @@ def _whole(shape: tuple[int, int]) -> Tensor:
     return torch.arange(1.0, 1 + math.prod(shape), dtype=torch.float64).view(shape)
 
 
+class _Writes(TorchDispatchMode):
+    """Notes when something is written into the memory of a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.memory = tensor.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        writes = func._schema.is_mutable and isinstance(args[0], Tensor)
+        if writes and args[0].untyped_storage().data_ptr() == self.memory:
+            here().note(WRITTEN)
+        return func(*args, **(kwargs or {}))
+
+
 def _exchange(rank: int, name: str, answer: Callable[..., Any]) -> _Exchanged:
     shape, sources, targets = LAYOUTS[name]
     moves = by_hand.plan(_as_boxes(sources), _as_boxes(targets))
@@ -615,7 +866,8 @@ def _exchange(rank: int, name: str, answer: Callable[..., Any]) -> _Exchanged:
     part = with_gaps(own) if own.numel() else own
     before = list(moves)
     try:
-        returned = answer(moves, by_hand.Box(*box), part)
+        with _Writes(part):
+            returned = answer(moves, by_hand.Box(*box), part)
     except (RuntimeError, IndexError) as error:
         if is_stub(error) or "exceeds dimension size" not in str(error):
             raise
@@ -635,9 +887,10 @@ def _is_exchanged(case: str, name: str, outcome: Outcome) -> None:
     whole = _whole(shape)
     for rank, found in enumerate(outcome.results):
         about = f"{case}on rank {rank}: "
-        calls = outcome.of(rank)
+        calls = [one for one in outcome.of(rank) if one.kind != WRITTEN]
         refuse(careless(calls), about)
         refuse(_other_calls(calls), about)
+        refuse(_waits_between(calls), about)
         if rank in sources:
             changed = not torch.equal(found.part, _view(whole, sources[rank]))
             refuse({"the part of a rank that sends has changed": changed}, about)
@@ -645,7 +898,12 @@ def _is_exchanged(case: str, name: str, outcome: Outcome) -> None:
             continue
         truth = _view(whole, targets[rank])
         arrived = found.part != UNTOUCHED
+        first_written = min((one.at for one in outcome.of(rank, WRITTEN)), default=math.inf)
         mistakes = {
+            "the part was written before anything had been waited for: what a receive brings is in "
+            "its tensor only after its wait(), and what you copied was there before": (
+                not torch.equal(found.part, truth) and first_written < _first_wait(calls)
+            ),
             "nothing has arrived in the part: is what was received written into it? `inside` gives "
             "a view to copy into": not bool(arrived.any()),
             f"{int((~arrived).sum())} numbers of the part were not written": (
@@ -667,6 +925,24 @@ def _is_exchanged(case: str, name: str, outcome: Outcome) -> None:
             "place where it lies in its own part?",
         )
     _is_enough(case, outcome, targets)
+
+
+def _first_wait(calls: Sequence[Event]) -> float:
+    """When a rank waited for the first time."""
+    times = []
+    for call in calls:
+        times += [at for at, _ in call.waits]
+    return min(times, default=math.inf)
+
+
+def _waits_between(calls: Sequence[Event]) -> dict[str, bool]:
+    """A rank that waits for a message before it has started its others."""
+    late = [call for call in calls if call.at > _first_wait(calls)]
+    return {
+        f"it waits for a message before it starts {len(late)} of its {len(calls)}, so that one "
+        "slow rank holds up the others: start all with isend and irecv (send and recv wait at "
+        "once), and then wait for all": bool(late),
+    }
 
 
 def _other_calls(calls: Sequence[Event]) -> Mapping[str, Any]:

@@ -14,9 +14,9 @@ def advantages(rewards):
 
 def grpo_loss(new, old, advantage, counts, low=0.2, high=0.2, average="token"):
     """[B, T], [B, T], [B], [B, T] -> a number."""
-    ratio = torch.exp(new - old)
+    ratio = torch.exp(new - old.detach())
     clipped = ratio.clamp(1 - low, 1 + high)
-    a = advantage[:, None]
+    a = advantage.detach()[:, None]
     gain = torch.minimum(ratio * a, clipped * a)
     mask = counts.to(gain.dtype)
     if average == "sequence":
@@ -59,6 +59,7 @@ def common(one, other):
         sizes.append(end - first)
     return Box(tuple(offsets), tuple(sizes))
 
+
 def inside(part, box, block):
     """The numbers of a block, as a view of the part whose box is given."""
     for dim in range(part.dim()):
@@ -71,10 +72,10 @@ def plan(sources, targets):
     """{rank: box} of those who send and of those who need -> list of moves."""
     num_sent = dict.fromkeys(sources, 0)
     moves = []
-    for target, wanted in targets.items():
+    for target in sorted(targets):
         holders = {}
-        for source, held in sources.items():
-            block = common(held, wanted)
+        for source in sorted(sources):
+            block = common(sources[source], targets[target])
             if block is not None:
                 holders.setdefault(block, []).append(source)
         for block, replicas in holders.items():

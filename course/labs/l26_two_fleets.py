@@ -7,6 +7,7 @@ Held by: tests/ranks/test_l26_labs.py
 """
 
 import copy
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, LoraConfig, ParallelConfig
 from labcode.models.generate import Generated, generate
 from labcode.models.gpt import GPT
-from labcode.models.layers import initialize
+from labcode.models.layers import Block, CoreAttention, initialize
 from labcode.models.lora import add_adapters, is_adapter, merged
 from labcode.models.parallelize import parallelize
 from labcode.parallel import reshard
@@ -232,6 +235,70 @@ def disagreement(learner: str, generator: str) -> tuple[float, torch.Tensor]:
     old = drawn.log_probs.double()
     off = ((new - old).abs() * drawn.counts).max().item()
     return off, ratios(new, old, drawn.counts)
+
+
+ANSWERS_PACKED = 64
+
+
+def attention_ways(dtype: str) -> dict[str, torch.Tensor]:
+    """{how the learner computes: ratios of answers to those of the padded batch, fused kernel}.
+
+    Packed answers stand one behind the other in one row, each up to its end and with positions of
+    its own; a mask keeps them apart.
+
+    Args:
+        dtype: Name of a dtype.
+    """
+    model = started(DTYPES[dtype])
+    drawn = draw(model, torch.Generator().manual_seed(5), ANSWERS_PACKED // GROUP)
+    found = {}
+    with torch.no_grad():
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            padded = log_probs(model, drawn.tokens)[drawn.counts].double()
+            packed = packed_log_probs(model, drawn)
+        with sdpa_kernel(SDPBackend.MATH):
+            found["another kernel"] = log_probs(model, drawn.tokens)[drawn.counts]
+        found["packed"] = packed
+        found["packed, no mask"] = packed_log_probs(model, drawn, apart=False)
+    return {way: (values.double() - padded).exp() for way, values in found.items()}
+
+
+def packed_log_probs(model: GPT, drawn: Generated, apart: bool = True) -> torch.Tensor:
+    """log p of the tokens that count, one after the other, from one row that has all answers.
+
+    Args:
+        model: Whose; it stays as it is.
+        drawn: Prompts with their answers.
+        apart: Whether a token sees those of its own answer alone, and not those before.
+    """
+    length = DEPTH + drawn.counts.sum(1)  # [B]
+    places = torch.arange(DEPTH + NUM_NEW)
+    row = drawn.tokens[places < length[:, None]]  # [sum of lengths]
+    positions = places.expand(len(length), -1)[places < length[:, None]]
+    number = torch.arange(len(length)).repeat_interleave(length)
+    mask = torch.ones(len(row), len(row), dtype=torch.bool).tril()
+    if apart:
+        mask &= number[:, None] == number
+    packing = copy.deepcopy(model)
+    packing.config = dataclasses.replace(model.config, context_length=len(row))
+    for block in packing.blocks:
+        assert isinstance(block, Block)
+        block.attention.core = _Masked(mask)
+    logits = packing(row[None], positions)[0]
+    new = (positions >= DEPTH).nonzero().squeeze(1)
+    wide = logits[new - 1].to(torch.promote_types(logits.dtype, torch.float32))
+    return wide.log_softmax(-1).gather(-1, row[new, None]).squeeze(-1)
+
+
+class _Masked(CoreAttention):
+    """Attention in which a mask says who sees whom."""
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        super().__init__(causal=False)
+        self.mask = mask
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
 
 
 def simulated_step_s(draw_s: float, learn_s: float, exchange_s: float, steps: int = 1000) -> float:

@@ -82,10 +82,12 @@ def policy_loss(
 ) -> torch.Tensor:
     """The clipped loss. Args: [B, T], [B, T], [B], [B, T]. Returns a scalar.
 
+    A gradient flows to `log_probs` alone: what the generator and the rewards gave is constant.
     Within the clipped range its gradient is that of `-weight * A * ratio`. Outside, a token whose
     ratio has already moved where its advantage wants it has no gradient any more.
     """
-    ratio = (log_probs - old_log_probs).exp()
+    ratio = (log_probs - old_log_probs.detach()).exp()
+    advantage = advantage.detach()
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     gain = torch.minimum(ratio * advantage[:, None], clipped * advantage[:, None])
     return -(weights * gain).sum()

@@ -39,7 +39,12 @@ def draw(
     end: int,
     version: int = 0,
 ) -> Batch:
-    """Answers of a model to prompts [B, S]; its ranks need generators in the same state."""
+    """Answers of a model to prompts [B, S]; its ranks need generators in the same state.
+
+    Every rank answers all prompts it is given: they are not divided over dp. A generator with dp
+    above 1 gives each of its replicas other prompts and joins their batches, or it does the same
+    work in each of them.
+    """
     group = model.grid.group("tp")
     whole = partial(whole_logits, group=group, vocab_size=model.config.vocab_size)
     drawn = generate(model.module, prompts, num_new, generator=random, end=end, whole=whole)

@@ -77,6 +77,21 @@ ADVANTAGES = Answers(
             ),
             "has changed rewards",
         ),
+        "no brackets": (
+            changed("return above / => return rewards - rewards.mean(-1, keepdim=True) /"),
+            "what do brackets do",
+        ),
+        "no sign": (changed("return above => return above.abs()"), "no advantage is below 0"),
+        "the median": (
+            changed(f"{ABOVE} => rewards - rewards.median(-1, keepdim=True).values"),
+            "advantages of a group add up to",
+        ),
+        "the norm": (
+            changed("rewards.std(-1, keepdim=True) => rewards.norm(dim=-1, keepdim=True)"),
+            "right up to a factor",
+        ),
+        "a small number that is not small": (changed("1e-6 => 1e-2"), "right up to a factor"),
+        "dim 1": (changed("(-1, => (1,"), "a group lies along the last one"),
         "no return": (changed("return above => above"), "returned None"),
     },
     takes_ranks=False,
@@ -90,6 +105,8 @@ def loss_by_answers(new, old, advantage, counts, low=0.2, high=0.2, average="tok
     """One answer after the other."""
     total = 0.0
     num_answers, num_places = counts.shape
+    old = old.detach()
+    advantage = advantage.detach()
     for number in range(num_answers):
         kept = counts[number]
         ratio = (new[number][kept] - old[number][kept]).exp()
@@ -107,8 +124,8 @@ def loss_by_answers(new, old, advantage, counts, low=0.2, high=0.2, average="tok
 
 def loss_as_a_maximum(new, old, advantage, counts, low=0.2, high=0.2, average="token"):
     """The larger of two losses is the smaller of two gains."""
-    ratio = new.exp() / old.exp()
-    a = advantage.unsqueeze(1)
+    ratio = new.exp() / old.detach().exp()
+    a = advantage.detach().unsqueeze(1)
     losses = torch.max(-a * ratio, -a * ratio.clip(1 - low, 1 + high))
     losses = losses.masked_fill(~counts, 0.0)
     if average == "token":
@@ -120,8 +137,10 @@ def loss_as_a_maximum(new, old, advantage, counts, low=0.2, high=0.2, average="t
 
 def loss_by_where(new, old, advantage, counts, low=0.2, high=0.2, average="token"):
     """Clipped above for good answers, below for bad ones."""
-    ratio = torch.exp(new - old)
-    a = advantage[:, None].expand_as(ratio)
+    with torch.no_grad():
+        before = old.clone()
+        a = advantage[:, None].expand_as(before)
+    ratio = torch.exp(new - before)
     bounded = torch.where(a > 0, ratio.clamp(max=1 + high), ratio.clamp(min=1 - low))
     gain = bounded * a * counts
     per_answer = gain.sum(-1)
@@ -151,7 +170,7 @@ LOSS = Answers(
             changed(f"{MINIMUM} => torch.minimum(ratio, clipped) * a"),
             "A may be negative",
         ),
-        "upside down": (changed("new - old => old - new"), "upside down"),
+        "upside down": (changed("new - old.detach() => old.detach() - new"), "upside down"),
         "no exponential": (changed(f"{MINIMUM} => (new - old) * a"), "the exponential of that"),
         "low and high exchanged": (
             changed("clamp(1 - low, 1 + high) => clamp(1 - high, 1 + low)"),
@@ -162,7 +181,7 @@ LOSS = Answers(
             "whatever low and high are",
         ),
         "the advantage across": (
-            changed("advantage[:, None] => advantage"),
+            changed("detach()[:, None] => detach()"),
             "meets token t of all answers",
         ),
         "all places": (changed("counts.to( => torch.ones_like(counts).to("), "behind the end"),
@@ -191,8 +210,70 @@ LOSS = Answers(
         ),
         "a number of Python": (changed(".sum()\n => .sum().item()\n"), "a float"),
         "the ratio detached": (
-            changed("torch.exp(new - old) => torch.exp(new - old).detach()"),
+            changed("torch.exp(new - old.detach()) => torch.exp(new - old).detach()"),
             "no gradient flows",
+        ),
+        "new is constant, and old not": (
+            changed("new - old.detach() => new.detach() - old"),
+            "no gradient flows",
+        ),
+        "a gradient to old": (changed("old.detach() => old"), "a gradient flows to `old` too"),
+        "a gradient to the advantage": (
+            changed("advantage.detach() => advantage"),
+            "a gradient flows to `advantage` too",
+        ),
+        "the clipped ratio detached": (
+            changed("clipped = ratio => clipped = ratio.detach()"),
+            "what is detached",
+        ),
+        "T in place of N": (
+            changed("/ len(mask) => / mask.shape[1]"),
+            "of two answers of 3 tokens and 1",
+        ),
+        "lengths of other answers": (
+            changed("mask.sum(1, keepdim=True) => mask.sum(1)"),
+            "by the length of answer t",
+        ),
+        "old is new": (changed("new - old.detach() => new - new.detach()"), "every ratio is 1"),
+        "bounds exchanged": (
+            changed("clamp(1 - low, 1 + high) => clamp(1 + high, 1 - low)"),
+            "the larger bound first",
+        ),
+        "low and high as bounds": (
+            changed("clamp(1 - low, 1 + high) => clamp(low, high)"),
+            "its bounds are 1 - low and 1 + high",
+        ),
+        "low alone": (
+            changed("clamp(1 - low, 1 + high) => clamp(1 - low, 1 + low)"),
+            "made of low",
+        ),
+        "high alone": (
+            changed("clamp(1 - low, 1 + high) => clamp(1 - high, 1 + high)"),
+            "made of high",
+        ),
+        "the difference clipped": (
+            changed("new - old.detach()) => (new - old.detach()).clamp(-low, high))"),
+            "one token with A = 1 and ratio 0.3",
+        ),
+        "logarithms divided": (
+            changed("torch.exp(new - old.detach()) => new / old.detach()"),
+            "log-probabilities are divided",
+        ),
+        "no ratio": (changed("new - old.detach() => new"), "without the generator's"),
+        "log p": (changed(f"{MINIMUM} => new * a"), "log p times A"),
+        "one ratio for an answer": (
+            changed(
+                "torch.exp(new - old.detach()) => torch.exp(((new - old.detach()) * counts)"
+                ".sum(1, keepdim=True) / counts.sum(1, keepdim=True)).expand_as(new)"
+            ),
+            "each token has its own",
+        ),
+        "normalised again": (
+            changed(
+                "a = advantage.detach()[:, None] => a = advantage.detach()[:, None]\n"
+                "    a = (a - a.mean()) / (a.std() + 1e-6)"
+            ),
+            "normalised once more",
         ),
         "the plain ratio detached": (
             changed("(ratio * a, => (ratio.detach() * a,"),
@@ -303,13 +384,33 @@ BOXES = Answers(
         "from the beginning": (changed(f"{FIRST} => first = 0"), "these are other numbers"),
         "rows only": (
             changed("for dim in range(part.dim()) => for dim in range(1)"),
-            "along the first dim alone it is right",
+            "dim 1 is still whole",
         ),
         "the end in place of the length": (
             changed("first, block.sizes[dim]) => first, first + block.sizes[dim])"),
             "Where does the part begin",
         ),
         "a copy": (changed("return part\n => return part.clone()\n"), "it returned a copy"),
+        "offsets and sizes exchanged": (
+            changed("Box(tuple(offsets), tuple(sizes)) => Box(tuple(sizes), tuple(offsets))"),
+            "offsets and sizes are exchanged",
+        ),
+        "always two dims": (
+            changed("for dim in range(len(one.offsets)) => for dim in range(2)"),
+            "and here it is 1",
+        ),
+        "two dims of a part": (
+            changed("for dim in range(part.dim()) => for dim in range(2)"),
+            "and here it is 1",
+        ),
+        "a view that is lost": (
+            changed("part = part.narrow => part.narrow"),
+            "`narrow` changes nothing",
+        ),
+        "the last dim alone": (
+            changed("for dim in range(part.dim()) => for dim in (part.dim() - 1,)"),
+            "dim 0 is still whole",
+        ),
         "no return of inside": (changed("return part\n => part\n"), "returned None"),
         "no return of common": (changed("return Box( => Box("), "returned None"),
     },
@@ -323,12 +424,12 @@ BOXES = Answers(
 def plan_by_sources(sources, targets):
     """Who has the same box is put together first."""
     replicas = {}
-    for rank, box in sources.items():
+    for rank, box in sorted(sources.items()):
         replicas.setdefault(box, []).append(rank)
     sent = dict.fromkeys(sources, 0)
     moves = []
     for box, members in replicas.items():
-        for target, needed in targets.items():
+        for target, needed in sorted(targets.items()):
             block = by_hand.common(box, needed)
             if block is None:
                 continue
@@ -338,27 +439,13 @@ def plan_by_sources(sources, targets):
     return moves
 
 
-def plan_in_turn(sources, targets):
-    """Replicas take turns."""
-    boxes = list(dict.fromkeys(sources.values()))
-    turns = dict.fromkeys(boxes, 0)
-    moves = []
-    for target in sorted(targets):
-        for box in boxes:
-            block = by_hand.common(box, targets[target])
-            if block is not None:
-                members = [rank for rank, own in sources.items() if own == box]
-                source = members[turns[box] % len(members)]
-                turns[box] += 1
-                moves.append((source, target, block))
-    return moves
-
-
 def plan_with_a_minimum(sources, targets):
     """The best of all who have a block, found by going through them."""
     load = dict.fromkeys(sources, 0)
     moves = []
-    for target, needed in targets.items():
+    sources = {rank: sources[rank] for rank in sorted(sources)}
+    for target in sorted(targets):
+        needed = targets[target]
         done = set()
         for held in sources.values():
             block = by_hand.common(needed, held)
@@ -372,6 +459,23 @@ def plan_with_a_minimum(sources, targets):
                     best = rank
             load[best] += math.prod(block.sizes)
             moves.append(by_hand.Move(best, target, block))
+    return moves
+
+
+def plan_in_turn(sources, targets):
+    """Replicas take turns, however large a block is."""
+    sources = dict(sorted(sources.items()))
+    boxes = list(dict.fromkeys(sources.values()))
+    turns = dict.fromkeys(boxes, 0)
+    moves = []
+    for target in sorted(targets):
+        for box in boxes:
+            block = by_hand.common(box, targets[target])
+            if block is not None:
+                members = [rank for rank, own in sources.items() if own == box]
+                source = members[turns[box] % len(members)]
+                turns[box] += 1
+                moves.append((source, target, block))
     return moves
 
 
@@ -389,7 +493,6 @@ PLAN = Answers(
     solves="plan",
     right={
         "by sources": plan_by_sources,
-        "in turn": plan_in_turn,
         "going through all": plan_with_a_minimum,
         "a tuple": changed("return moves => return tuple(moves)"),
     },
@@ -401,17 +504,33 @@ PLAN = Answers(
             changed("num_sent[source] += math.prod(block.sizes) => pass"),
             "different amounts",
         ),
+        "messages are counted": (
+            changed("num_sent[source] += math.prod(block.sizes) => num_sent[source] += 1"),
+            "messages are spread evenly",
+        ),
+        "in turn": (plan_in_turn, "messages are spread evenly"),
+        "whole parts are counted": (
+            changed("math.prod(block.sizes) => math.prod(sources[source].sizes)"),
+            "messages are spread evenly",
+        ),
+        "rows are counted": (
+            changed("math.prod(block.sizes) => block.sizes[0]"),
+            "are spread evenly",
+        ),
+        "sizes are added": (changed("math.prod(block.sizes) => sum(block.sizes)"), "spread evenly"),
+        "targets as they come": (changed("sorted(targets) => targets"), "in another order"),
+        "sources as they come": (changed("sorted(sources) => sources"), "in another order"),
         "the most loaded": (changed("min(replicas => max(replicas"), "different amounts"),
         "whole parts": (
-            changed("block = common(held, wanted) => block = held"),
+            changed("common(sources[source], targets[target]) => sources[source]"),
             "What do both have in common",
         ),
         "what is needed": (
-            changed("block = common(held, wanted) => block = wanted"),
+            changed("common(sources[source], targets[target]) => targets[target]"),
             "What do both have in common",
         ),
         "only whole parts that fit": (
-            changed("if block is not None => if block == held"),
+            changed("if block is not None => if block == sources[source]"),
             "from nobody",
         ),
         "one block for each target": (
@@ -427,17 +546,11 @@ PLAN = Answers(
             "source and target are exchanged",
         ),
         "ranks counted in their fleet": (
-            changed(
-                "for target, wanted in targets.items() => "
-                "for target, wanted in enumerate(targets.values())"
-            ),
+            changed("Move(source, target => Move(source, target - min(targets)"),
             "counted from 0 in each fleet",
         ),
         "from equal ranks": (
-            changed(
-                "for source, held in sources.items() => "
-                "for source, held in list(sources.items())[target % len(sources)::len(sources)]"
-            ),
+            changed("in sorted(sources): => in sorted(sources)[target % len(sources) :: 99]:"),
             "from nobody",
         ),
         "a set": (changed("return moves => return set(moves)"), "return a list of moves"),
@@ -481,6 +594,24 @@ def exchange_one_by_one(moves, box, part):
             by_hand.inside(part, box, move.block).copy_(buffer)
 
 
+def exchange_as_they_come(moves, box, part):
+    """All are started; then each is waited for and copied."""
+    rank = dist.get_rank()
+    leaving, arriving = [], []
+    for move in moves:
+        if rank == move.source:
+            own = by_hand.inside(part, box, move.block).clone().contiguous()
+            leaving.append(dist.isend(own, move.target))
+        elif rank == move.target:
+            buffer = part.new_empty(move.block.sizes)
+            arriving.append((move.block, buffer, dist.irecv(buffer, move.source)))
+    for block, buffer, work in arriving:
+        work.wait()
+        by_hand.inside(part, box, block).copy_(buffer)
+    for work in leaving:
+        work.wait()
+
+
 def exchange_flat(moves, box, part):
     """Blocks as rows of numbers."""
     me = dist.get_rank()
@@ -507,7 +638,7 @@ EXCHANGE = Answers(
     solves="exchange",
     right={
         "in a batch": exchange_in_a_batch,
-        "one by one": exchange_one_by_one,
+        "each copied when it is there": exchange_as_they_come,
         "flat": exchange_flat,
         "new_empty": changed(
             "torch.empty(move.block.sizes, dtype=part.dtype) => part.new_empty(move.block.sizes)"
@@ -551,6 +682,48 @@ EXCHANGE = Answers(
         "sends are not waited for": (
             changed(f"{SEND} => dist.isend(block, move.target)"),
             "without wait()",
+        ),
+        "one by one": (exchange_one_by_one, "it waits for a message before it starts 1 of its 2"),
+        "a wait for each at once": (
+            changed(
+                f"{SEND} => dist.isend(block, move.target).wait()",
+                f"{RECEIVE} => dist.irecv(block, move.source).wait()",
+            ),
+            "start all with isend and irecv",
+        ),
+        "sends at once": (
+            changed(f"{SEND} => dist.send(block, move.target)"),
+            "start all with isend and irecv",
+        ),
+        "receives at once": (
+            changed(f"{RECEIVE} => dist.recv(block, move.source)"),
+            "start all with isend and irecv",
+        ),
+        "copied before the wait": (
+            changed(
+                "arriving.append((move.block, block)) => inside(part, box, move.block).copy_(block)"
+            ),
+            "before anything had been waited for",
+        ),
+        "waited for last": (
+            changed(
+                f"{WAIT} => pass",
+                f"{WRITE} => {WRITE}\n    for work in started:\n        work.wait()",
+            ),
+            "before anything had been waited for",
+        ),
+        "waited for twice": (
+            changed(f"{WAIT} => {WAIT}\n        work.wait()"),
+            "was waited for twice",
+        ),
+        "one buffer for all": (
+            changed(
+                "arriving = [] => arriving = []\n"
+                "    buffer = torch.empty(part.numel(), dtype=part.dtype)",
+                "torch.empty(move.block.sizes, dtype=part.dtype) => "
+                "buffer[: math.prod(move.block.sizes)].view(move.block.sizes)",
+            ),
+            "while its irecv was under way",
         ),
         "with gaps": (changed(".contiguous() => "), "a message has to be contiguous"),
         "received into the part": (

@@ -64,6 +64,15 @@ def test_dtypes_disagree_as_the_text_says():
     assert 0.02 < apart < 0.5
 
 
+def test_kernel_and_packing_round_and_a_missing_mask_does_not():
+    for dtype, rounding in (("float64", 1e-12), ("float32", 1e-4), ("bfloat16", 0.3)):
+        ways = lab.attention_ways(dtype)
+        off = {way: ratio.log().abs().max().item() for way, ratio in ways.items()}
+        assert off["another kernel"] < rounding
+        assert off["packed"] < rounding
+        assert off["packed, no mask"] > 1
+
+
 def rewards_on_two_fleets(steps):
     number, grid = Grid.fleets(lab.LEARNER, lab.GENERATOR)
     is_learner = number == 0
