@@ -259,7 +259,7 @@ class _Load(NamedTuple):
 
 
 def _all_alike(number: int, micro: int) -> int:
-    return 4
+    return 7  # no size of a group, so that dividing by it is not taken for a factor of p
 
 
 def _by_micro_batch(number: int, micro: int) -> int:
@@ -447,6 +447,10 @@ def _is_step(
                 f"{what} is a mean of the ranks' means: each rank has divided by its own tokens": (
                     _mean_over(of_ranks, field, by_rank)
                 ),
+                f"{what} is divided twice, by N and by each micro-batch's own tokens: which "
+                "reduction leaves the division to you?": (
+                    p * _mean_over(of_ranks, field, by_mean_sum) / total
+                ),
                 f"{what} divides each micro-batch by its own tokens on all ranks: N is the number "
                 "of the whole step": _mean_over(of_ranks, field, by_micro_batch),
                 f"{what} is {{times:.3g}} times what it should be: is each loss divided once by "
@@ -593,7 +597,17 @@ def _is_merged(
     """After `merge` the weight has the adapter in it, and forward gives what it gave."""
     about = case + "after merge: "
     before = mine.a.detach().clone(), mine.b.detach().clone()
+    given = layer.weight
     mine.merge()
+    is_new = layer.weight is not given
+    refuse(
+        {
+            "the layer has a new weight, which trains and which no optimizer knows: change the "
+            "old one in place": is_new and layer.weight.requires_grad,
+            "the layer has a new weight: change the old one in place": is_new,
+        },
+        about,
+    )
     adapter = (before[1] @ before[0]).detach()
     diagnose(
         about,
@@ -711,6 +725,11 @@ def _parts_of(mlp: Any) -> dict[str, Tensor]:
                 )
             if matrix != "W" and not value.requires_grad:
                 raise Hint(f"{matrix} of self.{name} does not require a gradient")
+            if value.untyped_storage().nbytes() > value.numel() * value.element_size():
+                raise Hint(
+                    f"{matrix} of self.{name} is a view, which keeps the whole matrix in memory: "
+                    "make a copy of the part"
+                )
             found[f"{name} {matrix}"] = value
     return found
 

@@ -343,6 +343,10 @@ STEP = Answers(
             "divides by all places",
         ),
         "a sum": (changed("group.size() / count => group.size()"), "times what it should be"),
+        "divided by N and by its own tokens": (
+            changed('reduction="sum" => reduction="mean"'),
+            "is divided twice",
+        ),
         "a sum of means": (
             changed(
                 'reduction="sum" => reduction="mean"',
@@ -524,6 +528,13 @@ LORA = Answers(
             changed("self.layer.weight += => self.layer.weight[:] ="),
             "W itself is gone",
         ),
+        "a new parameter": (
+            changed(
+                "self.layer.weight += self.scale * self.b @ self.a => "
+                "self.layer.weight = nn.Parameter(self.layer.weight + self.scale * self.b @ self.a)"
+            ),
+            "the layer has a new weight, which trains",
+        ),
         "subtracted": (
             changed("self.layer.weight += => self.layer.weight -="),
             "taken from the weight",
@@ -575,7 +586,7 @@ class SummedByHooks:
         self.scale, self.group = scale, group
         number, p = group.rank(), group.size()
         self.up = (
-            up[0].tensor_split(p)[number].contiguous(),
+            up[0].tensor_split(p)[number].clone(),
             up[1].detach().clone().requires_grad_(),
             up[2].tensor_split(p)[number].clone().requires_grad_(),
         )
@@ -688,6 +699,17 @@ TUNED_MLP = Answers(
         "a mean": (
             changed(f"{SUM_B} => {SUM_B}\n        self.down[2].grad /= self.group.size()"),
             "the gradient of down B is a mean over the ranks",
+        ),
+        "a view": (
+            changed("own_b = b.chunk(p, 0)[number].clone() => own_b = b.chunk(p, 0)[number]"),
+            "B of self.up is a view",
+        ),
+        "a part that is contiguous already": (
+            changed(
+                "own_w = w.chunk(p, 0)[number].clone() => "
+                "own_w = w.chunk(p, 0)[number].contiguous()"
+            ),
+            "W of self.up is a view",
         ),
         "A of up is cut": (
             changed(
