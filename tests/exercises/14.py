@@ -175,7 +175,7 @@ OWN_SCRIPT = Answers(
         "too few steps": (changed("steps 10 => steps 3"), "--train.steps 3; expected are 10"),
         "GPUs of a node": (with_directive("--gpus-per-node=2"), "asks for GPUs (--gpus-per-node=2"),
         "GPUs as a resource": (with_directive("--gres=gpu:2"), "asks for GPUs (--gres=gpu:2"),
-        "a GPU with a name": (with_directive("-G a100:1"), "asks for GPUs (--gpus=a100:1"),
+        "a GPU with a name": (with_directive("-G a100:4"), "asks for GPUs (--gpus=a100:4"),
         "the log beside the script": (changed("=runs/%x => =%x"), "and not to the folder runs"),
         "trains nothing": (changed(f"{TRAIN} => python --version"), "the log names no ranks"),
     },
