@@ -16,14 +16,14 @@
 # Somebody else has trained the model. You have some thousand examples of what it should do, and eight GPUs for a night.
 # That is a very frequent multi-GPU job, and it breaks in places where pre-training does not: examples have
 # different lengths, so that ranks count different numbers of tokens; most weights are frozen, which sharding has to
-# know; and the few that train lie beside weights that tensor parallelism has cut. You write these places: the pairs and
-# what counts of them, packed rows, the loss over all ranks, LoRA, and LoRA under tensor parallelism.
+# know; and the few that train lie beside weights that tensor parallelism has cut. You write these places: pairs and
+# which of their tokens count, packed rows, the loss over all ranks, LoRA, and LoRA under tensor parallelism.
 #
 # ## Goals
 #
 # - train on the answer alone, and pack several pairs into one row in which none sees another;
 # - compute the mean over the tokens of all ranks and micro-batches, which is not the mean of their means;
-# - write a LoRA layer, and say what of it a rank keeps, in bytes;
+# - write a LoRA layer, and say how much of it a rank keeps, in bytes;
 # - cut A and B for tensor parallelism, and say whose gradient has to be summed;
 # - read the two errors of LoRA under FSDP, and use the sharding that has neither.
 #
@@ -54,8 +54,8 @@ ranks = Ranks(4)
 # A pre-trained model continues a text. Ours is a GPT of two layers that has read a million characters of Shakespeare
 # for some seconds. We want something else of it: we say a line, and it answers with a next line, **in capital
 # letters**, and then stops. The plays have some thousand speeches of two lines, and these make our pairs: a
-# **prompt** and an **answer**. Behind each answer stands a **separator**, a token of its own. By it the model says
-# that it has finished, as with the `<|endoftext|>` of GPT-2.
+# **prompt** and an **answer**. Each answer ends with a **separator**, a token of its own. By it the model says that it
+# has finished, as with the `<|endoftext|>` of GPT-2. We count it as the answer's last token.
 
 # %%
 base = lab.base()
@@ -69,7 +69,7 @@ print("the model continues:", repr(lab.say(base, "How now, my love!\n")))
 # count in the loss. PyTorch's `F.cross_entropy` leaves out each target that is **-100** (its `ignore_index`), and
 # divides by the number of those that are left.
 #
-# Take the prompt `a b` and the answer `X Y Z`. The last token needs no prediction, so four places remain:
+# Take the prompt `a b` and the answer `X Y Z`. Nothing follows the last token, so four places remain:
 #
 # | input | a | b | X | Y |
 # |---|---|---|---|---|
@@ -93,7 +93,8 @@ compare("not counted", num_not_counted, targets.count(-100), within=1)
 # %% [markdown] tags=["exercise"]
 # ### Exercise 25.1 · What counts
 #
-# `prompt` and `answer` are lists of token numbers. Return the targets of the pair as a list. One line.
+# `prompt` and `answer` are lists of token numbers, of at least one each. Return the targets of the pair as a list. One
+# line.
 
 # %% tags=["by-hand", "exercise"]
 def targets_of(prompt, answer):
@@ -131,8 +132,8 @@ print("it answers:", repr(lab.say(tuned, "How now, my love!\n")))
 # %% [markdown]
 # ## 2. Packed rows (core, 28 min)
 #
-# Pairs have different lengths. A batch is a rectangle, so each row is filled up to the longest one, and what the model
-# computes there is thrown away. How much is that?
+# Pairs have different lengths. A batch is a rectangle, so each row is filled up (**padded**) to the longest one, and
+# what the model computes there is thrown away. How much is that?
 
 # %% tags=["nbval-check-output"]
 from course.labs import l25_by_hand as by_hand
@@ -144,7 +145,7 @@ print(f"{real} of {tokens.numel()} places hold a token: {real / tokens.numel():.
 
 # %% [markdown]
 # And these pairs were chosen to be short. In a data set of instructions, where one answer is a word and the next a
-# page, most of a batch can be filling. **Packing** puts pairs one behind another into one row instead. Each is called
+# page, most of a batch can be padding. **Packing** puts pairs one after another into one row instead. Each is called
 # a **document** of the row. Three things must then hold, which the picture shows for the pairs `ab -> XY`, `c -> Z`
 # and `de -> UVW`:
 #
@@ -271,11 +272,12 @@ compare("rotary positions", right_with_rotary, rotary, options=CHOICES)
 # missing mask, and no error tells you: it goes on training, with documents that read their neighbours.
 #
 # A mask of [S, S] is good for understanding. For 32,768 tokens it would have a billion entries, most of them False.
-# Kernels for GPUs never look at a block of the mask that is all False. PyTorch's
+# `F.scaled_dot_product_attention` has to read it all. Other kernels skip what is all False. PyTorch's
 # `torch.nn.attention.varlen.varlen_attn` takes the boundaries of the documents, as cumulative lengths (`cu_seq_q` and
-# `cu_seq_k`: 0, 5, 8, 10 for the three documents above). FlexAttention takes a function of two places, which compares
-# the numbers of their documents. Where a framework packs for you, look whether it does that: concatenating texts
-# without a mask is called packing, too.
+# `cu_seq_k`: 0, 5, 8, 10 for the three documents above). It is **not causal by itself**: in PyTorch 2.13 that is
+# `window_size=(-1, 0)`. FlexAttention takes a function of batch, head and two places, here `(document[q] ==
+# document[k]) & (q >= k)`. Where a framework packs for you, look whether it does that: concatenating texts without a
+# mask is called packing, too.
 #
 # **Takeaway: a packed row needs its own targets, positions and mask. Then each document is what it is alone, up to
 # rounding.**
@@ -312,13 +314,15 @@ compare("mean of tokens", mean_of_tokens, of_tokens.mean().item(), within=1)
 # gradient accumulation, which divides each micro-batch's loss by the number of micro-batches.
 #
 # This was in several training libraries at once. Issue 24725 of `transformers` describes it in July 2023. In October
-# 2024 it became known as **the** bug of gradient accumulation: `transformers` mended it in pull request 34191 for the
-# micro-batches of one rank, and in 34373 for several ranks. torchtune (pull request 1875) introduced its cure "in honor
-# of the day the ML community first discovered the fact that (x1 / n1) + (x2 / n2) != (x1 + x2) / (n1 + n2)".
+# 2024 it became known as **the** bug of gradient accumulation: `transformers` fixed it in pull requests 34191 and
+# 34198 for the micro-batches of one rank, and in 34373 for several ranks. torchtune (pull request 1875) introduced
+# its cure "in honor of the day the ML community first discovered the fact that (x1 / n1) + (x2 / n2) != (x1 + x2) /
+# (n1 + n2)".
 #
-# Here are the tokens that count on our four ranks, each with two micro-batches of two pairs. Rank 3 has got the
-# shortest answers, and in its second micro-batch none at all. That happens when prompts are so long that the context
-# ends before their answers begin.
+# Here are the tokens that count on our four ranks, each with two micro-batches of two pairs. We have dealt the pairs
+# out unfairly on purpose; if they are shuffled, the error is smaller, and still no zero. Rank 3 has got the shortest
+# answers, and in its second micro-batch none at all. That happens when prompts are so long that the context ends
+# before their answers begin.
 
 # %% tags=["figure"]
 from course.labs import l25_by_hand as by_hand
@@ -347,11 +351,12 @@ plot.bars(counts, caption="25.tokens")
 # %% [markdown] tags=["exercise"]
 # ### Exercise 25.3 · The loss of a step
 #
-# `micro_batches` is a list of (tokens, targets), and `model(tokens)` gives logits [B, S, V]. `group` holds the ranks of
-# data parallelism. Call backward for each micro-batch, so that after DDP's **mean over the ranks of the group** each
-# gradient is that of L. (The check takes that mean after your function; in a real DDP it happens during backward.)
-# Return L itself, a number or a tensor, the same on all ranks, for the log. At least one token counts in the step.
-# About 12 lines.
+# `micro_batches` is a list of (tokens, targets), and `model(tokens)` gives logits [B, S, V]. `group` holds the ranks
+# of data parallelism. Call backward for each micro-batch, so that after DDP's **mean over the ranks of the group**
+# each gradient is that of L. (The check takes that mean after your function. In a real DDP it happens during
+# backward, in each micro-batch or, under `no_sync` (lesson 05), in the last; the result is the same.) Return L
+# itself, a number or a tensor, the same on all ranks, for the log. At least one token counts in the step. About 12
+# lines.
 #
 # `F.cross_entropy` wants logits as [B·S, V] and targets as [B·S], and knows `reduction="sum"`. The check runs your
 # function on simulated ranks first, in groups of four, six and three, and then on the four real ones.
@@ -438,8 +443,8 @@ plot.adapters({"y = W x + s B A x": {}}, caption="25.adapter")
 
 # %% [markdown]
 # The layer computes y = W x + s B (A x), with s = α / r. α is set by hand. The division is to save setting it again
-# when r changes (section 4.1 of the paper). For large r others found it too small, and divide by √r ("rsLoRA"). At
-# first **B is zero** and A is random. So training begins at the frozen model, and not beside it.
+# when r changes (section 4.1 of the paper). For large r it makes the adapter too small, says a later paper, and
+# divides by √r ("rsLoRA"). At first **B is zero** and A is random. So training starts exactly from the frozen model.
 #
 # **Predict.** A layer of Llama 2 7B has a W of 4096 × 4096. How many numbers has its adapter with r = 16, and which
 # fraction of W's is that?
@@ -561,9 +566,14 @@ print("with adapters:", repr(lab.say(beside, "How now, my love!\n")))
 # %% [markdown]
 # ## 5. What a rank keeps (core, 14 min)
 #
-# In mixed precision with AdamW a weight that trains takes 16 bytes: 4 for itself, 4 for its gradient and 8 for the
-# two averages of AdamW if weights are kept in float32, as our model keeps them; or 2, 2 and 12 with a copy in float32
-# beside the one in bfloat16. A frozen weight has no gradient and no optimizer's state: 2 bytes in bfloat16 are all.
+# In mixed precision with AdamW a weight that trains takes 16 bytes, in either of the usual ways:
+#
+# | | weight | gradient | averages of AdamW |
+# |---|---|---|---|
+# | weights in float32, as in our model | 4 | 4 | 8 |
+# | weights in bfloat16, with a copy in float32 | 2 + 4 | 2 | 8 |
+#
+# A frozen weight has no gradient and no optimizer's state: 2 bytes in bfloat16 are all.
 # **QLoRA** keeps the frozen weights in 4 bits each. Let us look at these bits first.
 #
 # Four bits name one of 16 values. Weights are about normally distributed, so the 16 values of **NF4** ("4-bit
@@ -600,7 +610,8 @@ off = ((nf4.dequantize(in_nf4) - weight).norm() / weight.norm()).item()
 print(f"{8 * in_nf4.num_bytes / weight.numel():.3f} bits a weight, off by {off:.0%}")
 
 # %% [markdown]
-# Nothing can be multiplied in these 4 bits. A layer expands its W to 16 bits, multiplies, and throws it away, in
+# NF4 is a table of 16 values, and no GPU multiplies the numbers of places in a table. (The four bits of lesson 22 are
+# another format.) So a layer expands its W to 16 bits, multiplies, and throws it away, in
 # forward and again in backward. So at any time one expanded weight is in memory, and not all of them. The adapter
 # beside it trains with the rounded W in place.
 #
@@ -716,7 +727,7 @@ plot.adapters(PANELS, num_ranks=2, caption="25.shards")
 # In both layers the product of a rank's A and B is just its part of B A, as W's part is of W. So an adapter can be
 # merged without a message.
 #
-# The two products of a row-parallel layer are both partial sums, W_i x_i and B (A_i x_i). One g behind their sum serves
+# The two products of a row-parallel layer are both partial sums, W_i x_i and B (A_i x_i). One g after their sum serves
 # both, and forward needs no further message.
 #
 # In backward one matrix of each pair is the odd one. It is **whole** on each rank, but its gradient is not:
@@ -728,7 +739,7 @@ plot.adapters(PANELS, num_ranks=2, caption="25.shards")
 #
 # If nobody sums, each rank updates its copy by another gradient. The copies drift apart, with no error and a loss that
 # falls. A matrix that is cut has the whole gradient of its part. And the gradient of x is complete as well: layer and
-# adapter both take x from behind f, whose backward sums over the ranks what comes back from the two of them.
+# adapter both take x after f, whose backward sums over the ranks what comes back from the two of them.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 25.5 · An MLP with adapters over a group
@@ -736,8 +747,8 @@ plot.adapters(PANELS, num_ranks=2, caption="25.shards")
 # Complete the class for `y = down(F.gelu(up(x)))`, where up is column-parallel and down row-parallel. Each of `up` and
 # `down` is given whole, as (W, A, B), tensors without gradients. Rank number i of the group keeps part i.
 #
-# 1. In `__init__` set `self.up` and `self.down` to (W, A, B) of this rank. Make a copy of each part with `clone()`, and
-#    let A and B require a gradient.
+# 1. In `__init__` set `self.up` and `self.down` to (W, A, B) of this rank. Copy each of the six with `clone()`, also
+#    what stays whole, and let A and B require a gradient.
 # 2. `forward(x)` takes the whole x [T, H] on each rank and returns the whole y. `x @ w.T` multiplies by a W of [out,
 #    in]; `copy_to(x, group)` is f, and `reduce_from(x, group)` is g.
 # 3. `finish()` is called after backward. Then the `.grad` of each A and B must be that of one process.
@@ -848,8 +859,8 @@ show_source(LoraRowParallelLinear.forward)
 # ## 7. Sharded: two errors, and a way around them (core, 12 min)
 #
 # The frozen model is what takes the memory, so one wants to shard it: ZeRO-3, or FSDP. PyTorch's first FSDP
-# (`FullyShardedDataParallel`) lays all weights of a unit, such as a block of the model, behind one another into **one
-# flat parameter** and cuts that. A parameter either requires a gradient or does not, and it has one dtype. A unit
+# (`FullyShardedDataParallel`) concatenates all weights of a unit, such as a block of the model, into **one flat
+# parameter** and cuts that. A parameter either requires a gradient or does not, and it has one dtype. A unit
 # with an adapter has both kinds. This cell is broken on purpose.
 
 # %% tags=["raises-exception"] raises="RankError: rank 0: ValueError: Must flatten tensors with uniform `requires_grad`"
@@ -930,7 +941,7 @@ print(f"frozen weights with a gradient: {of_ranks[0][1]}")
 # %% [markdown]
 # ### The checkpoint
 #
-# What is worth saving are the adapters; the frozen model can be had again from where it came. In labcode a weight
+# What is worth saving are the adapters; the frozen model can be downloaded again. In labcode a weight
 # belongs to an adapter if the last part of its name is `lora_a` or `lora_b`:
 
 # %% tags=["nbval-check-output"]
@@ -1014,7 +1025,8 @@ print(list(own)[:2], f"and {len(own) - 2} more of {len(weights)} tensors")
 # - Kalajdzievski 2023, *A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA*, arXiv:2312.03732: rsLoRA.
 # - Dettmers et al. 2023, *QLoRA*, arXiv:2305.14314, section 3 and appendix E: NF4 and double quantization.
 # - transformers, issue 24725: <https://github.com/huggingface/transformers/issues/24725>, and pull requests 34191:
-#   <https://github.com/huggingface/transformers/pull/34191> and 34373:
+#   <https://github.com/huggingface/transformers/pull/34191>, 34198:
+#   <https://github.com/huggingface/transformers/pull/34198> and 34373:
 #   <https://github.com/huggingface/transformers/pull/34373>: the mean of means, in micro-batches and over devices.
 # - torchtune, pull request 1875: <https://github.com/meta-pytorch/torchtune/pull/1875>: the same.
 # - peft, issue 1702: <https://github.com/huggingface/peft/issues/1702>, and PyTorch, issues 100945:

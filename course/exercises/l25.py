@@ -692,6 +692,9 @@ def _tuned(group: dist.ProcessGroup, answer: Callable[..., Any]) -> _Tuned:
     refuse(
         {
             CHANGED.format("a whole matrix"): any(changed),
+            "a whole matrix that it was given requires a gradient afterwards: copy it first": any(
+                value.requires_grad for value in given
+            ),
             "W gets a gradient: it is frozen": any(
                 parts[name].requires_grad for name in ("up W", "down W")
             ),

@@ -976,32 +976,32 @@ def exchange(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
 
 # ---- 26.6
 
-DIAGNOSES = {"A": "shard", "B": "adapters", "C": "stale"}
+DIAGNOSES = {"X": "shard", "Y": "adapters", "Z": "stale"}
 SIGNS = {
-    "A": {
+    "X": {
         "adapters": (
-            "adapters would leave the first ratio at 1, as they add nothing at first. A's "
+            "adapters would leave the first ratio at 1, as they add nothing at first. X's "
             "first ratio is wrong"
         ),
         "stale": (
-            "before the first update there is no older version, and A's first ratio is wrong "
+            "before the first update there is no older version, and X's first ratio is wrong "
             "already. Which weights differ, and which are equal bit for bit?"
         ),
         "half": "both ranks have the same weights wrong",
     },
-    "B": {
-        "shard": "a wrong shard would show in the first ratio, before any update. B's is 1",
+    "Y": {
+        "shard": "a wrong shard would show in the first ratio, before any update. Y's is 1",
         "stale": (
-            "with old weights all of them would differ, as all are trained. Which of B's "
+            "with old weights all of them would differ, as all are trained. Which of Y's "
             "weights are equal bit for bit?"
         ),
         "half": "both ranks have the same weights wrong",
     },
-    "C": {
-        "shard": "a wrong shard would show in the first ratio, before any update. C's is 1",
+    "Z": {
+        "shard": "a wrong shard would show in the first ratio, before any update. Z's is 1",
         "adapters": (
             "adapters stand beside some weights, and all others would be equal bit for bit. "
-            "Which of C's weights are?"
+            "Which of Z's weights are?"
         ),
         "half": "both ranks differ from the learner, and by about as much",
     },

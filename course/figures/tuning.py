@@ -68,7 +68,7 @@ def packed_row(documents: Sequence[tuple[str, str]], *, alt: str, title: str = "
     for x, place in enumerate(row):
         colour = PALETTE[place.document % len(PALETTE)]
         _square(left, x, 3, place.token, colour)
-        _square(left, x, 2, place.target or "-", PALE)
+        _square(left, x, 2, place.target or "-100", PALE, size=9 if place.target else 6.5)
         _square(left, x, 1, str(place.position), PALE)
     left.set_xlim(-3.0, len(row) - 0.4)
     left.set_ylim(-1.5, 5.5)
@@ -93,10 +93,10 @@ def packed_row(documents: Sequence[tuple[str, str]], *, alt: str, title: str = "
     return picture
 
 
-def _square(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
+def _square(axes: Axes, x: float, y: float, text: str, colour: str, size: float = 9) -> None:
     box = Rectangle((x - 0.46, y - 0.42), 0.92, 0.84, facecolor=colour, edgecolor=INK, lw=0.8)
     axes.add_patch(box)
-    put_text(axes, x, y, text, 9, color=ink_on(colour))
+    put_text(axes, x, y, text, size, color=ink_on(colour))
 
 
 # ---- adapters
@@ -150,6 +150,9 @@ def _weight(
     width, height = size
     if cut is None:
         axes.add_patch(Rectangle(at, width, height, facecolor=PALE, edgecolor=INK, lw=1.0))
+        if num_ranks > 1:
+            whole = ", ".join(map(str, range(num_ranks)))
+            put_text(axes, at[0] + width / 2, at[1] + height / 2, whole, 9)
         return
     for rank in range(num_ranks):
         colour = PALETTE[rank % len(PALETTE)]

@@ -38,16 +38,16 @@ def two_fleets(
     picture = canvas(6.6, 2.9, alt=alt)
     axes = picture.axes[0]
     right = BOX_WIDTH + GAP
-    _fleet(axes, 0.0, f"generator\n{_ranks(generators)}", PALETTE[0])
-    _fleet(axes, right, f"learner\n{_ranks(learners)}", PALETTE[1])
+    _fleet(axes, 0.0, f"generator\n{_ranks(generators)}", PALETTE[1])
+    _fleet(axes, right, f"learner\n{_ranks(learners)}", PALETTE[0])
     middle = BOX_WIDTH + GAP / 2
     _arrow(axes, (BOX_WIDTH, 1.45), (right, 1.45), "-")
-    put_text(axes, middle, 1.85, "answers, rewards,\nlog-probs, version", 8.5, linespacing=1.25)
+    put_text(axes, middle, 1.85, "answers,\nlog-probs, version", 8.5, linespacing=1.25)
     _arrow(axes, (right, 0.45), (BOX_WIDTH, 0.45), "-")
     put_text(axes, middle, 0.02, "weights, version", 8.5)
     _arrow(axes, (BOX_WIDTH / 2, 2.9), (BOX_WIDTH / 2, BOX_HEIGHT), "-")
     put_text(axes, BOX_WIDTH / 2, 3.1, "prompts", 8.5)
-    put_text(axes, right + BOX_WIDTH / 2, 2.25, "advantages, loss, update", 8.5)
+    put_text(axes, right + BOX_WIDTH / 2, 2.25, "rewards, advantages,\nloss, update", 8.5)
     axes.set_xlim(-0.2, right + BOX_WIDTH + 0.2)
     axes.set_ylim(-0.35, 3.45)
     blank(axes)
@@ -90,6 +90,7 @@ def two_cuts(
     *,
     alt: str,
     title: str = "",
+    names: Mapping[str, int] | None = None,
 ) -> Picture:
     """One weight as two fleets cut it; on the right each block says which rank sends it.
 
@@ -97,6 +98,9 @@ def two_cuts(
         shape: Rows and columns of the whole weight.
         learner: {rank: its block}, colours of the picture.
         generator: {rank: its blocks}, outlines on the right.
+        alt: What the figure shows.
+        title: Above it.
+        names: {name: its rows}, of matrices that lie one below the other in the weight.
     """
     picture = canvas(4.6, 3.7, alt=alt)
     axes = picture.axes[0]
@@ -118,9 +122,21 @@ def two_cuts(
             x = shift + columns * 1.06
             put_text(axes, x, -top - height / 2, f"rank {rank}", 9.5, ha="left")
     above = rows * 0.06
-    put_text(axes, columns / 2, above, "who learns", 9.5)
-    put_text(axes, shift + columns / 2, above, "who generates", 9.5)
-    axes.set_xlim(-0.05 * columns, shift + columns * 1.6)
+    put_text(axes, columns / 2, above, "learner", 9.5)
+    put_text(axes, shift + columns / 2, above, "generator", 9.5)
+    edges = {0, rows}
+    for blocks in (learner.values(), *generator.values()):
+        for top, _, height, _ in blocks:
+            edges |= {top, top + height}
+    for row in sorted(edges):
+        put_text(axes, shift - columns * 0.05, -row, str(row), 8, ha="right")
+    first = 0
+    for name, height in (names or {}).items():
+        left = -columns * 0.07
+        axes.plot([left, left], [-first - rows * 0.01, -first - height + rows * 0.01], color=INK)
+        put_text(axes, left - columns * 0.07, -first - height / 2, name, 9.5, ha="right")
+        first += height
+    axes.set_xlim(-columns * (0.25 if names else 0.05), shift + columns * 1.6)
     axes.set_ylim(-rows * 1.03, 2 * above)
     blank(axes)
     if title:

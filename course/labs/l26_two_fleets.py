@@ -192,17 +192,6 @@ def mean_rewards(lag: int) -> list[float]:
     return rewards_by_seed(lag).mean(0).tolist()
 
 
-def num_fallen(lag: int, by: float = 0.15) -> int:
-    """How many recorded runs end so far below the best smoothed reward that they had.
-
-    Args:
-        lag: One of LAGS.
-        by: How far.
-    """
-    by_seed = rewards_by_seed(lag)
-    return int((by_seed.amax(1) - by_seed[:, -1] > by).sum())
-
-
 def mean_of(lag: int, what: str) -> float:
     """The mean of a column over steps and seeds of the recorded runs, without the first 16 steps.
 
@@ -376,7 +365,7 @@ def slices_off(model: ParallelModel, whole: Mapping[str, torch.Tensor]) -> dict[
 # ---- patients
 
 CAUSES = {
-    "shard": "a learner's shard is sent as if it were the part that the receiver needs",
+    "shard": "of some weights a learner's shard is sent as if the receiver needed just that",
     "adapters": "the learner trains adapters, and they are not merged before weights are sent",
     "stale": "the weights that arrive are those of an earlier update",
     "dtype": "the generator computes in bfloat16",
@@ -419,11 +408,11 @@ def patient(name: str) -> Chart:
     not change gives the same answers.
 
     Args:
-        name: "healthy", or that of a patient: "A", "B" or "C".
+        name: "healthy", or that of a patient: "X", "Y" or "Z".
     """
     number, grid = Grid.fleets(LEARNER, GENERATOR)
     is_learner = number == 0
-    has_adapters = name == "B"
+    has_adapters = name == "Y"
     model = _with_adapters(grid) if has_adapters and is_learner else part_of_model(is_learner, grid)
     moves = plan_of(model, is_learner)
     trained = [weight for weight in model.weights.values() if weight.requires_grad]
@@ -453,11 +442,11 @@ def _with_adapters(grid: Grid) -> ParallelModel:
 
 def _send(name: str, model: ParallelModel, moves: Sequence[reshard.Move], step: int) -> None:
     """Weights from the learner to the generator, in the way of a patient."""
-    if name == "C" and step not in (0, 1):
+    if name == "Z" and step not in (0, 1):
         return
     parts = reshard.parts_of(model)
     reshard.exchange(moves, parts, step, _world(), torch.float64)
-    if name == "A":
+    if name == "X":
         rank = dist.get_rank()
         for weight, part in parts.items():
             if "qkv.weight" in weight:

@@ -700,6 +700,10 @@ TUNED_MLP = Answers(
             changed(f"{SUM_B} => {SUM_B}\n        self.down[2].grad /= self.group.size()"),
             "the gradient of down B is a mean over the ranks",
         ),
+        "what stays whole is not copied": (
+            changed("a.clone().requires_grad_(), own_b => a.requires_grad_(), own_b"),
+            "requires a gradient afterwards",
+        ),
         "a view": (
             changed("own_b = b.chunk(p, 0)[number].clone() => own_b = b.chunk(p, 0)[number]"),
             "B of self.up is a view",

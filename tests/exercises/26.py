@@ -766,38 +766,38 @@ EXCHANGE = Answers(
 DIAGNOSES = Answers(
     solves="diagnoses",
     right={
-        "another order": {"C": "stale", "B": "adapters", "A": "shard"},
-        "small letters and large": {"a": "Shard", "b": "ADAPTERS", "c": "stale"},
-        "with a blank": {"A": "shard", "B": "adapters", "C": "stale "},
+        "another order": {"Z": "stale", "Y": "adapters", "X": "shard"},
+        "small letters and large": {"x": "Shard", "y": "ADAPTERS", "z": "stale"},
+        "with a blank": {"X": "shard", "Y": "adapters", "Z": "stale "},
     },
     wrong={
-        "A and B exchanged": (
-            {"A": "adapters", "B": "shard", "C": "stale"},
+        "X and Y exchanged": (
+            {"X": "adapters", "Y": "shard", "Z": "stale"},
             "as they add nothing at first",
         ),
-        "A and C exchanged": (
-            {"A": "stale", "B": "adapters", "C": "shard"},
+        "X and Z exchanged": (
+            {"X": "stale", "Y": "adapters", "Z": "shard"},
             "before the first update there is no older version",
         ),
-        "B and C exchanged": (
-            {"A": "shard", "B": "stale", "C": "adapters"},
-            "B: with old weights all of them would differ",
+        "Y and Z exchanged": (
+            {"X": "shard", "Y": "stale", "Z": "adapters"},
+            "Y: with old weights all of them would differ",
         ),
-        "C has adapters": (
-            {"A": "shard", "B": "adapters", "C": "adapters"},
-            "C: adapters stand beside some weights",
+        "Z has adapters": (
+            {"X": "shard", "Y": "adapters", "Z": "adapters"},
+            "Z: adapters stand beside some weights",
         ),
-        "B has a shard": ({"A": "shard", "B": "shard", "C": "stale"}, "B's is 1"),
-        "half": ({"A": "half", "B": "adapters", "C": "stale"}, "both ranks have the same"),
-        "half of C": ({"A": "shard", "B": "adapters", "C": "half"}, "both ranks differ"),
-        "the dtype": ({"A": "shard", "B": "adapters", "C": "dtype"}, "arrived as they are"),
+        "Y has a shard": ({"X": "shard", "Y": "shard", "Z": "stale"}, "Y's is 1"),
+        "half": ({"X": "half", "Y": "adapters", "Z": "stale"}, "both ranks have the same"),
+        "half of Z": ({"X": "shard", "Y": "adapters", "Z": "half"}, "both ranks differ"),
+        "the dtype": ({"X": "shard", "Y": "adapters", "Z": "dtype"}, "arrived as they are"),
         "the temperature": (
-            {"A": "temperature", "B": "adapters", "C": "stale"},
+            {"X": "temperature", "Y": "adapters", "Z": "stale"},
             "changes log-probs, and no weight",
         ),
-        "one is missing": ({"A": "shard", "B": "adapters"}, "C has no diagnosis"),
+        "one is missing": ({"X": "shard", "Y": "adapters"}, "Z has no diagnosis"),
         "free words": (
-            {"A": "wrong rows", "B": "adapters", "C": "stale"},
+            {"X": "wrong rows", "Y": "adapters", "Z": "stale"},
             "there is no 'wrong rows'",
         ),
         "a list": (["shard", "adapters", "stale"], "give a dict"),
