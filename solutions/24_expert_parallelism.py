@@ -18,20 +18,21 @@
 # experts. The experts stay where they are, and the tokens travel: to the rank that keeps their expert, and back. How
 # many go where is known only when the router has chosen. You write this journey, its way back through autograd, and the
 # sums of the gradients, which no longer all run over the same ranks. That last part is where PyTorch, Megatron-LM and
-# torchtitan have all had wrong numbers in 2025 and 2026, while the loss looked right.
+# torchtitan have all had wrong numbers in 2025 or 2026, while the loss looked right.
 #
 # ## Goals
 #
 # - dispatch rows to experts on other ranks with an uneven all-to-all, and write its backward;
-# - hold the layer to one process, also where an expert gets nothing and where one gets everything;
+# - check the layer against one process, also where an expert gets nothing and where one gets everything;
 # - say over which group each gradient is summed, by what it is divided, and what a norm for clipping counts;
 # - say why the router stands before the all-gather of tp, and read where each tensor of a model lives;
 # - predict the bytes of a layer, and say when it is cheaper to move weights than tokens.
 #
-# **Time**: 121 minutes. Good places for a break are after sections 2 and 4.
+# **Time**: 150 minutes. Good places for a break are after sections 2 and 4.
 #
 # **Needs**: lesson 01 (sections 1, 2), lesson 04 (section 1), lesson 09 (sections 1, 2) and lesson 23 (sections 2, 5).
-# For section 3 also lesson 08 (section 2); for section 4 also lesson 10 (section 3).
+# For section 3 also lesson 08 (section 2); for section 4 also lesson 10 (section 3) and lesson 13 (section 1); for
+# section 5 also lesson 13 (section 1).
 
 # %%
 import torch
@@ -70,11 +71,11 @@ plot.row_exchange(
 # 2. **All-to-all**: each rank sends each other rank its piece. The pieces have different lengths, so this is an
 #    **uneven** all-to-all. In PyTorch it is `dist.all_to_all_single(output, input, output_split_sizes,
 #    input_split_sizes)`. The sizes are lists with one number of rows for each rank of the group.
-# 3. **Sort by expert again**. What arrives is sorted by sender, and inside of each piece by expert. But an expert wants
+# 3. **Sort by expert again**. What arrives is sorted by sender, and within each piece by expert. But an expert wants
 #    all of its rows as one matrix.
 #
-# A rank knows what it sends. What it receives, others decide. So a small, even all-to-all comes first: a rank tells each
-# other rank how many rows to expect for **each of that rank's experts**. In all it tells E numbers.
+# A rank knows what it sends. What it receives is decided by the others. So a small, even all-to-all comes first: a
+# rank tells each other rank how many rows to expect for **each of that rank's experts**. In all it tells E numbers.
 #
 # Take four ranks, eight experts, and these counts of rows for each expert:
 #
@@ -140,7 +141,8 @@ check("24.1", send_splits)
 # Write it as an autograd Function. `rows` [R, H] holds the rows for rank 0 of the group first. `sent` and `received`
 # are lists with a number for each rank of the group. Return the rows that arrive, [R', H]; R' can be another number
 # than R, and it can be 0. `new_empty` makes a tensor of the same dtype on the same device. What gloo and NCCL send has
-# to be contiguous in memory, and a gradient need not be. The check uses groups of four, six and three ranks.
+# to be contiguous in memory, and a gradient need not be. backward returns four things, the gradient of `rows` and None
+# for the others. The check simulates groups of four, six and three ranks, and then asks the real ones.
 
 # %% tags=["exercise"]
 class MyExchange(torch.autograd.Function):
@@ -183,13 +185,14 @@ check("24.2", MyExchange, ranks)
 # no backward? (Counts are whole numbers; nothing that is trained follows from them smoothly.)
 
 # %% [markdown]
-# ## 2. The layer (core, 30 min)
+# ## 2. The layer (core, 36 min)
 #
 # Now the layer around the journey. It has a router [H, E], and for each expert two matrices with a gelu between them.
-# `route` is the router of lesson 23. `layer_alone` is the whole layer where all experts are at hand; it lets every
-# expert work on all tokens, and multiplies with weights that are mostly zero. That is slow, and easy to trust. Later
-# cells import these functions as `by_hand`, together with our solutions of the exercises, so that the lesson runs
-# without yours as well.
+# `route` is the first variant of lesson 23: softmax first and no division by the sum, so that the router learns with
+# k = 1 too. Its matrix is the transpose of lesson 23's, and there is no balance loss. `layer_alone` is the whole
+# layer where all experts are at hand; it lets every expert work on all tokens, and multiplies by weights that are
+# mostly zero. That is slow, and easy to trust. Later cells import these functions as `by_hand`, together with our
+# solutions of the exercises, so that the lesson runs without yours as well.
 
 # %% tags=["by-hand"]
 def route(x, router, k):
@@ -241,22 +244,22 @@ compare("gradient on rank 0", gradient_of_idle, kinds[0], options=lab.KINDS)
 print("on all ranks:", kinds)
 
 # %% [markdown]
-# Zero rows give zeros, and that is no detail. A rank that says "I have nothing to do" and leaves the experts out has a
+# Zero rows give zeros, and this matters. A rank that says "I have nothing to do" and leaves the experts out has a
 # gradient that is `None`. A rank that leaves out the all-to-all lets the others wait for ever. An expert without rows
-# takes part in everything, with nothing.
+# takes part in every collective, with zero rows.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 24.3 · The layer
 #
 # The group has p ranks. `x` [T, H] holds this rank's tokens; `router` is whole on every rank; `up` [E/p, H, F] and
 # `down` [E/p, F, H] are this rank's experts. `exchange(rows, sent, received, group)` does what your `MyExchange` does.
-# What is missing is the way there and back:
+# Rows travel by `exchange` alone, twice in forward. What is missing is the way there and back:
 #
 # 1. sort the rows by expert. Row r is choice number `order[r]` of the flattened `chosen`, so it belongs to token
 #    `order[r] // k`;
 # 2. send the counts, and get `theirs` [p, E/p]: rows by sender and by expert of this rank;
 # 3. send the rows, sort what arrives by expert, and let `apply_experts` do its work;
-# 4. undo the sorting, send the results back, multiply each with its weight, and add them up for each token.
+# 4. undo the sorting, send the results back, multiply each by its weight, and add them up for each token.
 #
 # The permutation that undoes `order` is `order.argsort()`. A new tensor with rows added is
 # `torch.zeros_like(x).index_add(0, numbers, rows)`. About 14 lines.
@@ -316,10 +319,10 @@ for load in lab.LOADS:
 # wrong dim. Ask: what would be different with a capacity? (Only `order` is shorter; lesson 23, section 4.)
 
 # %% [markdown]
-# ## 3. Which sums over which group (core, 24 min)
+# ## 3. Which sums over which group (core, 30 min)
 #
-# Let us have replicas: four ranks of dp, but ep = 2. Then each expert is there twice, and a third group matters:
-# **edp**, the ranks of dp that keep the same experts. ep · edp = dp.
+# Let us have replicas: the four ranks of dp form two groups of ep, ep = 2, each with all experts. So each expert is
+# there twice. **edp** is the group of the ranks that keep the same experts: ep · edp = dp.
 
 # %% tags=["nbval-check-output"]
 from course.labs import l24_by_hand as by_hand
@@ -361,10 +364,12 @@ times = round((found.norm() / expected.norm()).item(), 9)
 compare("times too long", times_too_long, times, within=1)
 
 # %% [markdown]
-# This is PyTorch's issue 160285 of August 2025: "the gradients are doubled with EP=2", while the loss curves are
-# equivalent. FSDP was given the replicas of the experts, and divided by their number. torchtitan now sets the divisor
-# by hand (pull request 1551). Why did nobody see it in the loss? AdamW divides a gradient by its own usual size, so a
-# constant factor drops out. Not so where gradients are **compared** with each other: in a norm.
+# That was a bug of torchtitan, reported in August 2025 as PyTorch's issue 160285: "the gradients are doubled with
+# EP=2", while the loss curves are equivalent. FSDP was given the replicas of the experts, and divided by their
+# number. torchtitan now sets the divisor by hand (pull request 1551). Then FSDP ignored that divisor where an expert
+# has no replica (PyTorch, pull request 167178, November 2025). Why did nobody see it in the loss? AdamW divides a
+# gradient by its own usual size, so a constant factor drops out. Not so where gradients are **compared** with each
+# other: in a norm.
 #
 # For clipping, all ranks need the norm of the **whole** gradient, $\sqrt{\sum g^2}$ over all numbers of the model, each
 # counted once. After the sums, the router's gradient is the same on all ranks. The experts' gradients are different
@@ -392,22 +397,22 @@ compare("fraction", fraction_of_norm, fractions[0], within=1.1)
 print("on the four ranks:", ", ".join(f"{fraction:.3f}" for fraction in fractions))
 
 # %% [markdown]
-# It is too small, so that clipping acts later than it should. And it is not even the same on neighbours: both clip the
-# router, by different factors, and their copies of it drift apart. Megatron-LM left out some experts in this way
-# where ep and tp were both larger than 1, until July 2026 (pull request 5916). A sum over all of dp would be wrong,
-# too: it would count each expert edp times and the router dp times.
+# It is too small, so that clipping acts later than it should. And it is not even the same on neighbours: both clip
+# the router, by different factors, and their copies of it drift apart. In Megatron-LM the norm left out some experts
+# where ep and tp were both larger than 1, until July 2026: it took them for copies over tp (pull request 5916). A sum
+# over all of dp would be wrong, too: it would count each expert edp times and the router dp times.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 24.4 · Groups and the norm
 #
 # After backward, each parameter of the two lists has the gradient that backward left in it. `dense` are those that
-# every rank of dp has; `experts` are this rank's experts. `dp`, `ep` and `edp` are process groups. Make each gradient
-# that of the mean loss over dp, in place, and return the norm of all of them, as if one process had them: a tensor with
-# one number, the same on all ranks of dp.
+# every rank of dp has, such as router, attention and norms; `experts` are this rank's experts. `dp`, `ep` and `edp`
+# are process groups. Make each gradient that of the mean loss over dp, in place, and return the norm of all of them,
+# as if one process had them: a tensor with one number, the same on all ranks of dp.
 #
-# It is enough that a rank sends each gradient once, and one number for the norm. The check uses other sizes than four
-# and two. It also runs two such sets of ranks side by side, as two stages of a pipeline: each set has gradients and a
-# norm of its own.
+# A rank need not send more than each gradient once, and one number for the norm; the check does not count it. It uses
+# other sizes than four and two, also one where each expert is there only once. It also runs two such sets of ranks
+# side by side, as two stages of a pipeline: each set has gradients and a norm of its own.
 
 # %% tags=["by-hand", "exercise"]
 def finish_gradients(dense, experts, dp, ep, edp):
@@ -467,7 +472,7 @@ compare("ep = 2", bytes_ep_2, ranks.run(reduced_bytes, 2)[0], unit="B", within=1
 # step.)
 
 # %% [markdown]
-# ## 4. Experts and tensor parallelism (core, 14 min)
+# ## 4. Experts and tensor parallelism (core, 20 min)
 #
 # An expert's matrices can also be cut inside, over tp, as those of an MLP in lesson 09. Which of the two comes first?
 #
@@ -477,7 +482,7 @@ compare("ep = 2", bytes_ep_2, ranks.run(reduced_bytes, 2)[0], unit="B", within=1
 # - **Shapes.** An expert of DeepSeek-V3 has 2,048 features inside; over tp = 8 that leaves 256 columns, which is little
 #   work for a GPU. ep leaves each matrix whole, and brings each expert the rows of p ranks.
 #
-# So ep comes first, and tp is for experts that do not fit otherwise. Where tp cuts the attention anyhow, the experts
+# So ep comes first, and tp is for experts that do not fit otherwise. Where tp cuts the attention anyway, the experts
 # can still be cut by ep alone; Megatron-LM's `--expert-tensor-parallel-size 1` says that.
 #
 # If tp does cut the experts, one thing goes wrong easily. Under sequence parallelism a rank of tp holds a part of the
@@ -511,7 +516,7 @@ def router_behind(x, router, up, down, k, tp):
 # all-reduce: each rank gets the whole gradient for **all** tokens. After backward the router's gradient is summed over
 # tp in both cases, together with those of the norms, which under sequence parallelism see a part of the tokens each.
 #
-# **Predict.** With tp = 2, how many times too long is the router's gradient, if the router stands before the
+# **Predict.** With tp = 2, by what factor is the router's gradient off (1 is right), if the router stands before the
 # all-gather, and if it stands behind it? And what flows back into `x`, to the layers below: is it right in "both", in
 # "before" alone, in "behind" alone, or in "none" of them?
 
@@ -533,7 +538,7 @@ PLACES = {"before": before, "behind": behind}
 right = [name for name, found in PLACES.items() if found["x is off"] < 1e-12]
 answer = {0: "none", 2: "both"}.get(len(right), "".join(right))
 compare("x is right in", x_is_right_in, answer, options=("both", *PLACES, "none"))
-print(f"behind, the gradient of x is off by {behind['x is off']:.2f} of its length")
+print(f"behind, the gradient of x is off by {behind['x is off']:.2f} of its norm")
 
 # %% [markdown]
 # Behind, the gradient of the scores goes through `copy_to` and then through the all-gather of `x`, and **both** add up
@@ -541,10 +546,11 @@ print(f"behind, the gradient of x is off by {behind['x is off']:.2f} of its leng
 # it. To take the router's weight out of the sum over tp, which looks like a cure, mends its own gradient and not that
 # of x. To leave out `copy_to` mends both: then the all-gather of x and the sum over tp add once each.
 #
-# So each path needs one sum over tp, and no second one, and with plain collectives nothing keeps track of which path has
-# had it. torchtitan had router gradients that nobody summed in February 2026 (issue 2387: "I can't think of a worse
-# class of bugs for MoEs"), and until August gradients of everything below the experts that lacked a sum (pull request
-# 4054). The loss of the first step is right in each of these cases, since only gradients are wrong.
+# So each path needs one sum over tp, and no second one, and with plain collectives nothing keeps track of which path
+# has had it. torchtitan had router gradients that nobody summed in February 2026 (issue 2387: "I can't think of a
+# worse class of bugs for MoEs"). Until August, with tp and without ep, a sum over tp was also missing from the
+# gradients of everything below the experts (pull request 4054). The loss of the first step is right in each of these
+# cases, since only gradients are wrong.
 #
 # labcode puts the router before the all-gather. Where does each tensor live then, and over which axes is its gradient
 # summed? labcode keeps a `ParamSharding` for each weight, which says along which dim which axis cuts it: "Shard(0) over
@@ -560,8 +566,8 @@ for name in lab.CONFIGURATIONS:
         print(f"  {short:18}{place:38}summed over {axes}")
 
 # %% [markdown]
-# Dim 0 of `up` and `down` is the number of the expert. Under ZeRO-3 a rank keeps some of the rows of what is its own
-# otherwise: for an expert over edp, for everything else over dp.
+# Dim 0 of `up` and `down` is the number of the expert. Under ZeRO-3 dim 0 is divided once more: the experts of a rank
+# over edp, every other weight over dp.
 #
 # **Takeaway: ep cuts first, tp second. The router looks at a rank's own tokens, and its weights pass the all-gather of
 # tp with the tokens: each path back is summed over tp once.**
@@ -572,10 +578,10 @@ for name in lab.CONFIGURATIONS:
 # different columns; only replicated weights have copies that must agree.)
 
 # %% [markdown]
-# ## 5. What it costs (core, 15 min)
+# ## 5. What it costs (core, 22 min)
 #
-# A rank has T k rows of H numbers with b bytes each. Assume that the router spreads them evenly over all experts. What
-# is for an expert of the rank itself stays there. All other rows travel to their experts and back, and in backward
+# A rank has T k rows of H numbers with b bytes each. Assume that the router spreads them evenly over all experts. Rows
+# for the rank's own experts stay. All other rows travel to their experts and back, and in backward
 # their gradients do so as well.
 #
 # **Predict.** For our layer with T = 24, k = 2, H = 16, float64 and ep = 4: how many all-to-alls does a rank start in
@@ -635,9 +641,10 @@ computing_s = rows * 6 * H * INSIDE / dgx.gpu.layer_flops_per_s("bfloat16")
 print(f"two all-to-alls {1e3 * sending_s:.1f} ms, experts {1e3 * computing_s:.1f} ms")
 
 # %% [markdown]
-# Whatever T is, sending would take four times as long as computing. DeepSeek-V3 therefore lets a token go to experts on
-# at most 4 nodes, sends it to each of them **once** and copies it there over NVLink, sends 8-bit numbers on the way there, and
-# computes another micro-batch meanwhile (sections 2.1.2, 3.2 and 3.3 of its report).
+# Whatever T is, sending would take four times as long as computing in forward, and twice as long in backward, where
+# the experts compute twice as much. DeepSeek-V3 therefore lets a token go to experts on at most 4 nodes, sends it to
+# each of them **once** and copies it there over NVLink, sends 8-bit numbers on the way there, and computes another
+# micro-batch meanwhile (sections 2.1.2, 3.2 and 3.3 of its report).
 #
 # ### Imbalance
 #
@@ -659,7 +666,7 @@ arrived = {load: rows_of_each(load) for load in (lab.LOADS[0], lab.LOADS[2])}
 worst = {}
 for load, rows in arrived.items():
     worst[load] = (rows.max() / rows.double().mean()).item()
-compare("times the mean", times_the_mean, worst[lab.LOADS[2]], within=1.2)
+compare("times the mean", times_the_mean, worst[lab.LOADS[2]], within=1.05)
 for load, rows in arrived.items():
     print(f"{load:26}{rows.tolist()}  the longest {worst[load]:.2f} times the mean")
 
@@ -667,7 +674,8 @@ for load, rows in arrived.items():
 table = {}
 for load, rows in arrived.items():
     table[load] = {f"rank {rank}": number for rank, number in enumerate(rows.tolist())}
-plot.bars(table, caption="24.arrived")
+mean = {"mean": rows.double().mean().item()}
+plot.bars(table, reference=mean, caption="24.arrived")
 
 # %% [markdown]
 # The step of the layer takes as long as the slowest rank, and that rank also needs the memory. Even an untrained router
@@ -675,10 +683,11 @@ plot.bars(table, caption="24.arrived")
 #
 # ### Or let the weights travel
 #
-# There is another way to have experts that do not fit: ZeRO-3 cuts all weights over dp, and gathers them where they are
-# used (lesson 13). Then tokens stay. Take experts with three matrices of H × F, as SwiGLU has them. Each layer's
-# experts are gathered in forward and once more in backward, and their gradients are reduce-scattered: three times E · 3
-# H F numbers, times (p-1)/p. ep sends four times T k H numbers, times (p-1)/p. H and b drop out, and so does (p-1)/p.
+# There is another way to have experts that do not fit: ZeRO-3 cuts all weights over dp, and gathers them where they
+# are used (lesson 13). Then tokens stay. Take experts with three matrices of H × F, as SwiGLU has them. Each layer's
+# experts are gathered in forward and once more in backward, and their gradients are reduce-scattered: three times E ·
+# 3 H F numbers, times (p-1)/p. ep sends four times T k H numbers, times (p-1)/p. H and (p-1)/p are in both and drop
+# out, and so does the size of a number.
 #
 # **Predict.** For E = 4 experts with F = 32 features inside, and k = 2: with how many tokens on a rank do both send the
 # same?
@@ -717,18 +726,18 @@ for tokens, num_bytes in zip(TRIED, rows_bytes):
 # weights until backward is done? (Two thirds of it: one gather is saved.)
 
 # %% [markdown]
-# ## 6. A clinic (core, 6 min)
+# ## 6. A clinic (core, 10 min)
 #
-# Three colleagues have built this layer, each with one mistake. They have ep = 2 and dp = 4, k = 1, and their gradients
-# are summed already. The numbers below stand beside one process: how far the loss is off, and how many times as long as
-# it should be the gradient of each tensor is. If the ranks differ, all four are given; "none" is a gradient that is
-# `None`, and 0 one that is zero and should be.
+# Three colleagues, A, B and C, have built this layer, each with one mistake. They have ep = 2 and dp = 4, k = 1, and
+# their gradients are summed already. The numbers below compare each layer with one process: is the loss right, and by
+# what factor is each gradient too long (1 is right)? If the ranks differ, all four are given; "none" is a gradient
+# that is `None`, and 0 one that is zero and should be.
 #
 # | name | what could be wrong |
 # |---|---|
 # | `"group"` | the gradients of experts are divided by the size of edp, and not by that of dp |
 # | `"norm"` | the norm counts the experts of this rank alone |
-# | `"detached"` | the router's scores travel by a collective that autograd does not know |
+# | `"detached"` | a version of the layer gathers the router's scores from all ranks, by a collective that autograd does not know |
 # | `"order"` | rows come back in another order than they left |
 # | `"skipped"` | a rank whose experts get no rows leaves them out of the graph |
 # | `"splits"` | backward sends with the splits of forward |
@@ -750,7 +759,8 @@ for load in (lab.LOADS[0], lab.LOADS[2]):
 # %% [markdown] tags=["exercise"]
 # ### Exercise 24.5 · What do they have?
 #
-# Give each patient one of the names from the table. All three losses are right, so what can you rule out at once?
+# Write a dict that gives each of A, B and C one of the names from the table. All three losses are right, so what can
+# you rule out at once?
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
@@ -848,7 +858,7 @@ print("with PyTorch's functional collective, right to 1e-12:", ", ".join(right))
 # | here | Megatron-LM | torchtitan |
 # |---|---|---|
 # | `--parallel.ep` | `--expert-model-parallel-size` | `expert_parallel_degree` |
-# | experts cut by tp, or not | `--expert-tensor-parallel-size` | |
+# | experts cut by tp, or not | `--expert-tensor-parallel-size` | removed in 2026 (pull requests 3167 and 4794) |
 # | `--model.num_experts`, `--model.experts_per_token` | `--num-experts`, `--moe-router-topk` | of the model |
 # | how rows travel | `--moe-token-dispatcher-type alltoall` | |
 #
@@ -917,7 +927,10 @@ print("with PyTorch's functional collective, right to 1e-12:", ", ".join(right))
 #   for a token, and what hides the all-to-all.
 # - Jiang et al. 2024, *Mixtral of Experts*, arXiv:2401.04088: the sizes of Mixtral 8x7B.
 # - PyTorch, issue 160285: <https://github.com/pytorch/pytorch/issues/160285>, and torchtitan, pull request 1551:
-#   <https://github.com/pytorch/torchtitan/pull/1551>: gradients ep times too long.
+#   <https://github.com/pytorch/torchtitan/pull/1551>: gradients ep times too long; PyTorch, pull request 167178:
+#   <https://github.com/pytorch/pytorch/pull/167178>: the same where an expert has no replica.
+# - torchtitan, pull requests 3167: <https://github.com/pytorch/torchtitan/pull/3167> and 4794:
+#   <https://github.com/pytorch/torchtitan/pull/4794>: experts are cut by ep, and no longer by tp.
 # - Megatron-LM, pull request 5916: <https://github.com/NVIDIA/Megatron-LM/pull/5916>: a norm without some of the
 #   experts.
 # - torchtitan, issue 2387: <https://github.com/pytorch/torchtitan/issues/2387>, and pull request 4054:

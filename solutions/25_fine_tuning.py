@@ -27,7 +27,7 @@
 # - cut A and B for tensor parallelism, and say whose gradient has to be summed;
 # - read the two errors of LoRA under FSDP, and use the sharding that has neither.
 #
-# **Time**: 148 minutes. Good places for a break are after sections 2 and 4.
+# **Time**: 161 minutes. Good places for a break are after sections 2 and 4.
 #
 # **Needs**: lesson 01 (sections 1, 2) and lesson 04 (section 1). For section 3 also lesson 04 (section 4); for section
 # 6 also lesson 09 (sections 1, 2); for section 7 also lesson 13 (section 1).
@@ -564,7 +564,7 @@ print("with adapters:", repr(lab.say(beside, "How now, my love!\n")))
 # (r (in + out) grows with the width, in · out with its square.)
 
 # %% [markdown]
-# ## 5. What a rank keeps (core, 14 min)
+# ## 5. What a rank keeps (core, 18 min)
 #
 # In mixed precision with AdamW a weight that trains takes 16 bytes, in either of the usual ways:
 #
@@ -676,7 +676,7 @@ for way, settings in SETTINGS.items():
 # adapters. ZeRO-3 does, because it shards the frozen weights.)
 
 # %% [markdown]
-# ## 6. LoRA under tensor parallelism (core, 26 min)
+# ## 6. LoRA under tensor parallelism (core, 32 min)
 #
 # Lesson 09 cut an MLP in two ways. A **column-parallel** layer has some of the output features on each rank: W is cut
 # along `out`, x enters whole through f (`copy_to`), whose backward is an all-reduce. A **row-parallel** layer has some
@@ -856,7 +856,7 @@ show_source(LoraRowParallelLinear.forward)
 # together and looks healthy.)
 
 # %% [markdown]
-# ## 7. Sharded: two errors, and a way around them (core, 12 min)
+# ## 7. Sharded: two errors, and a way around them (core, 14 min)
 #
 # The frozen model is what takes the memory, so one wants to shard it: ZeRO-3, or FSDP. PyTorch's first FSDP
 # (`FullyShardedDataParallel`) concatenates all weights of a unit, such as a block of the model, into **one flat
@@ -974,7 +974,7 @@ print(list(own)[:2], f"and {len(own) - 2} more of {len(weights)} tensors")
 # says that it fits: then p GPUs are plain data parallelism with small messages, since only the gradients of adapters
 # travel.
 #
-# ## Questions (core, 2 min)
+# ## Questions (core, 3 min)
 #
 # **1.** Your loss falls as it should, but a colleague with twice as many micro-batches of half the size gets another
 # curve. What do you look at first?

@@ -27,7 +27,7 @@
 # - say what a generator that lags behind does to ratios and to rewards, and bound the lag;
 # - find from ratios, rewards and differences of weights what is wrong between two fleets.
 #
-# **Time**: 150 minutes, and 10 more for what is optional. Good places for a break are after section 2, in the middle of
+# **Time**: 160 minutes, and 10 more for what is optional. Good places for a break are after section 2, in the middle of
 # section 3, before the q, k and v, and after section 3.
 #
 # **Needs**: lesson 01 (sections 1, 2, 4), lesson 08 (section 1), lesson 09 (sections 1, 2) and lesson 13 (section 1).
@@ -358,7 +358,7 @@ plot.lines(yours_now, x=lab.middles(), bands=bands, caption="26.rewards")
 # says nothing here: watch the reward.)
 
 # %% [markdown]
-# ## 3. Weights from one layout to another (core, 54 min)
+# ## 3. Weights from one layout to another (core, 60 min)
 #
 # Generating and learning want different layouts. A learner holds gradients and an optimizer's state, so it is cut by
 # FSDP, or by tp and pp. A generator should answer fast, and needs room for keys and values. In many jobs both take
@@ -717,7 +717,7 @@ print("all ratios are 1 to 1e-12:", together[0][1] < 1e-12)
 # whole weights brings.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 54 minutes, the heart of the lesson. In 26.3 the classic is `inside` with offsets of the whole
+# *For the instructor.* 60 minutes, the heart of the lesson. In 26.3 the classic is `inside` with offsets of the whole
 # weight: right on the rank whose box begins at 0, and on no other. In 26.4 a first version sends each replica's copy,
 # so that numbers arrive twice, which changes nothing but the bytes; or it always takes the first replica. In 26.5
 # `dist.recv` straight into a view of the part works for rows, and not for columns. Ask: why may every rank make the
@@ -896,7 +896,7 @@ for dtype in ("float32", "bfloat16"):
 # the same side for likely tokens; TRL issue 4159.)
 
 # %% [markdown]
-# ## 6. A clinic (core, 10 min)
+# ## 6. A clinic (core, 12 min)
 #
 # Three colleagues have trained four steps on two fleets as ours, each with one mistake, and have then sent the
 # weights once more. No error was raised, all shapes fit, and nobody has looked at versions. Each step has the same
@@ -954,7 +954,7 @@ check("26.6", diagnoses)
 # which mistake it is.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 10 minutes. "dtype" and "temperature" change no weight of the generator at all. "half" would
+# *For the instructor.* 12 minutes. "dtype" and "temperature" change no weight of the generator at all. "half" would
 # show on one rank alone. Y's first ratio is 1, since an adapter adds nothing at first; its reward is the same in all
 # steps, to the last digit, because what generates never changes. TRL's issue 2856 was of this kind; TRL merges
 # adapters before it sends.
@@ -1063,7 +1063,7 @@ compare("shape on rank 3", shape_on_rank_3, loaded[3][1])
 # are processes that one Python program starts on many nodes, rather than as one `srun`; then the group of both is
 # made by address and port, and a rank of a fleet that dies does not take the other one along.
 #
-# ## Questions (core, 2 min)
+# ## Questions (core, 4 min)
 #
 # **1.** All rewards of a batch are 1. What are the loss and its gradient?
 #

@@ -524,7 +524,7 @@ def _sorted_rows(rows: Tensor) -> Tensor:
 
 
 def through_experts(answer: Callable[..., Any]) -> None:
-    """The learner's `through_experts(x, weights, experts, mlps, total)`."""
+    """The learner's `through_experts(x, weights, experts, mlps, num_experts)`."""
     for name, (experts, total) in _to_send().items():
         case = f"{name}: "
         tokens, top_k = experts.shape

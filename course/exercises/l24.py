@@ -528,6 +528,7 @@ SHAPES = (  # the first has the ranks of the lesson
     GridShape(dp=6, ep=2),
     GridShape(dp=4, ep=2, pp=2),
     GridShape(dp=4, ep=1),
+    GridShape(dp=4, ep=4),  # no replicas: nothing to sum, and still a mean over dp
 )
 DENSE = ((5, 3), (4,))
 OF_EXPERTS = ((2, 3, 4), (2, 4, 3))

@@ -112,7 +112,9 @@ def choose_with_bias(
 Compute = Callable[[Tensor, Tensor], Tensor]
 
 
-def through_experts(x: Tensor, weights: Tensor, experts: Tensor, mlps: Compute, total: int) -> Any:
+def through_experts(
+    x: Tensor, weights: Tensor, experts: Tensor, mlps: Compute, num_experts: int
+) -> Any:
     """Exercise 23.4, finished: each token's weighted sum of what its experts make of it, [T, H].
 
     Args:
@@ -120,9 +122,9 @@ def through_experts(x: Tensor, weights: Tensor, experts: Tensor, mlps: Compute, 
         weights: [T, k]
         experts: [T, k] int64.
         mlps: `mlps(rows, counts)`, of rows that are sorted by expert.
-        total: E, how many experts there are.
+        num_experts: E, how many experts there are.
     """
-    order, counts = moe.dispatch(experts[None], total)
+    order, counts = moe.dispatch(experts[None], num_experts)
     done = mlps(x[order // experts.shape[1]], counts)
     return moe.combine(done, order, weights[None])[0]
 

@@ -27,7 +27,7 @@ HIDDEN = 16
 FFN = 32
 EXPERTS = 8
 TOKENS = 24  # of a rank
-LOADS = ("as it comes", "expert 3 gets nothing", "all choose expert 3 first")
+LOADS = ("as the router chooses", "expert 3 gets nothing", "all choose expert 3 first")
 
 Layer = Callable[..., torch.Tensor]
 Gradients = dict[str, torch.Tensor | None]

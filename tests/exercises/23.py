@@ -323,18 +323,18 @@ BIAS = Answers(
 # ---- 23.4 to the experts and back
 
 
-def with_index_add(x, weights, experts, mlps, total):
+def with_index_add(x, weights, experts, mlps, num_experts):
     flat = experts.reshape(-1)
     _, order = torch.sort(flat, stable=True)
     tokens = torch.div(order, experts.shape[1], rounding_mode="floor")
-    made = mlps(x.index_select(0, tokens), torch.bincount(flat, minlength=total))
+    made = mlps(x.index_select(0, tokens), torch.bincount(flat, minlength=num_experts))
     made = made * weights.reshape(-1)[order].unsqueeze(1)
     return torch.zeros_like(x).index_add(0, tokens, made)
 
 
-def with_nonzero(x, weights, experts, mlps, total):
+def with_nonzero(x, weights, experts, mlps, num_experts):
     """The rows of each expert are looked for."""
-    places = [(experts == number).nonzero() for number in range(total)]
+    places = [(experts == number).nonzero() for number in range(num_experts)]
     tokens, choices = torch.cat(places).unbind(1)
     counts = torch.tensor([len(one) for one in places])
     made = mlps(x[tokens], counts) * weights[tokens, choices, None]
@@ -342,13 +342,13 @@ def with_nonzero(x, weights, experts, mlps, total):
     return out.index_put((tokens,), made, accumulate=True)
 
 
-def with_copies(x, weights, experts, mlps, total):
+def with_copies(x, weights, experts, mlps, num_experts):
     """Second choices after all first ones, and a scatter back."""
     tokens, top_k = experts.shape
     flat = experts.T.reshape(-1)
     order = flat.argsort()
     rows = x.repeat(top_k, 1)[order]
-    counts = F.one_hot(flat, total).sum(0)
+    counts = F.one_hot(flat, num_experts).sum(0)
     back = torch.empty_like(rows).index_copy(0, order, mlps(rows, counts))
     return (back.view(top_k, tokens, -1) * weights.T[..., None]).sum(0)
 
@@ -384,7 +384,7 @@ THERE_AND_BACK = Answers(
             "not sorted by expert",
         ),
         "modulo": (changed("order // top_k => order % len(x)"), "belongs to token r // k"),
-        "no minlength": (changed(", minlength=total => "), "counts too, with 0"),
+        "no minlength": (changed(", minlength=num_experts => "), "counts too, with 0"),
         "not back": (changed(f"{BACK} => back = done"), "have not come back"),
         "order again": (changed(f"{BACK} => back = done[order]"), "inverse of the order"),
         "no weights": (changed(" * weights[..., None] => "), "weights are not used"),

@@ -493,6 +493,13 @@ FINISH = Answers(
             ),
             "an expert is 2 times too long",
         ),
+        "divided only where there are replicas": (
+            changed(
+                f"{SUM_EXPERTS}\n        param.grad /= dp.size() => if edp.size() > 1:\n"
+                f"            {SUM_EXPERTS}\n            param.grad /= dp.size()"
+            ),
+            "an expert is 4 times too long",
+        ),
         "not divided": (
             changed(f"{SUM_EXPERTS}\n        param.grad /= dp.size() => {SUM_EXPERTS}"),
             "an expert is 4 times too long",
