@@ -57,8 +57,9 @@ print(f"{len(sizes)} parameters, {gradient_bytes:,} bytes of gradients")
 #
 # In lesson 01, section 6, an all-reduce of n bytes on p ranks took 2 (p - 1) α + 2 (p - 1)/p · n/β seconds. α is the
 # latency of a message, and β is the bandwidth. The first part is paid once for each all-reduce, however small it is.
-# A transformer has many small parameters: a weight and a bias in every normalisation, and a bias in every linear
-# layer. If each gradient travels alone, each of them pays the first part.
+# Our GPT has many small parameters: a weight and a bias in every normalisation, and a bias in every linear layer.
+# (Llama has no biases, but the weights of its normalisations are small too.) If each gradient travels alone, each of
+# them pays the first part.
 #
 # On four ranks the formula becomes 6 α + 1.5 n/β. Let us measure both parts on this machine, with 64 small messages,
 # which cost little more than 6 α each, and with one that is as large as all the gradients of our model together. We
@@ -90,9 +91,9 @@ print(f"alpha {link.alpha_s * 1e6:.0f} us, so 6 alpha is {6e3 * link.alpha_s:.1f
 print(f"all gradients in one message: {1e3 * large_s:.1f} ms")
 
 # %% [markdown]
-# The time that the large message takes beyond 6 α is that of its bytes, 1.5 n/β. It is a small
-# difference between two measured times, so it is rough, but good enough for the calculation below. For the bandwidth
-# of the machine take the longer messages of lesson 01, section 6.
+# The time that the large message takes beyond 6 α is that of its bytes, 1.5 n/β. It is the difference between two
+# measured times, so it is rough, but good enough for the calculation below. For the bandwidth of the machine take the
+# longer messages of lesson 01, section 6.
 #
 # **Predict** with `link.alpha_s`, `link.beta_bytes_per_s` and `len(sizes)`: by this formula, how many times as long
 # as a single all-reduce of all gradients does it take to send each gradient in an all-reduce of its own? Begin with
@@ -127,8 +128,8 @@ plot.lines(
 )
 
 # %% [markdown]
-# All points in the figure send the same bytes, cut into more messages towards the right. Most of the time is saved on
-# the way from 64 messages to a handful; a single one saves little more. Why not always send one message? The next
+# All points in the figure send the same bytes, cut into more messages towards the right. Most milliseconds are saved on
+# the way from 64 messages to a handful, and a single message is faster still. Why not always send one message? The next
 # section answers that. In any case we need a way to send several gradients together.
 #
 # Gradients that travel together are called a **bucket**. The picture shows six gradients in three buckets: those of a
@@ -266,8 +267,8 @@ for name, param in two_layers.named_parameters():
 two_layers(torch.ones(1, 2)).sum().backward()
 
 # %% [markdown]
-# The last layer (`1.`) comes first, as expected. The hook of a weight that is used twice is called once, after its last
-# use.
+# The last layer (`1.`) comes first, as expected. The hook of a weight that is used twice is called once, when backward
+# has left both places.
 #
 # And how is an all-reduce started without waiting for it? With `async_op=True`, `dist.all_reduce` returns a handle at
 # once, and the tensor travels in the background. You must not touch the tensor until the handle's method `wait()` has
@@ -282,8 +283,8 @@ two_layers(torch.ones(1, 2)).sum().backward()
 # 1. `__init__` is given. `buckets` holds lists of parameters, the last layer first. Each parameter has a hook that
 #    calls `gradient_ready` with the number of its bucket. `missing[number]` is how many gradients of this bucket are
 #    still to come.
-# 2. `gradient_ready` is yours. Count the gradient. If its bucket is now complete, join the bucket's gradients to a row
-#    and start its all-reduce, **without waiting**. Keep in `under_way` what you will need later.
+# 2. `gradient_ready` is yours. Count the gradient. If its bucket is now complete, join the bucket's gradients into one
+#    row and start its all-reduce, **without waiting**. Keep in `under_way` what you will need later.
 # 3. `finish_gradient_sync` is yours. It is called after backward. When it returns, every `.grad` is the mean over the
 #    group, and the object is ready for the next step.
 #
@@ -334,12 +335,12 @@ class OverlappedDataParallel:
 check("5.2", OverlappedDataParallel, ranks)
 
 # %% [markdown]
-# labcode's `Bucket` has three methods for this: two do what yours do, and `adopt` spares the copies. A bucket keeps its
-# row, `flat`, from step to step, and a view of it for each parameter: its part of the row, in the parameter's shape. The
-# hook calls `adopt`, which moves a new gradient into its view and makes the view the parameter's `.grad`. From then on
-# the gradient lies in the row, so nothing has to be joined or copied back, and no second row is needed. `send` divides
-# before the sum, because in 16 bits a sum of many large gradients could overflow, and it takes zeros for a parameter
-# that has no gradient.
+# labcode's `Bucket` has three methods for this: `send` and `receive` do what yours do, and `adopt` saves a copy. A
+# bucket keeps its row, `flat`, from step to step, and a view of it for each parameter: its part of the row, in the
+# parameter's shape. The hook calls `adopt`, which copies a new gradient into its view and makes the view the
+# parameter's `.grad`. From then on the gradient lies in the row, so nothing has to be joined or copied back. `send`
+# divides before the sum, because in 16 bits a sum of many large gradients could overflow, and it takes zeros for a
+# parameter that has no gradient.
 
 # %%
 show_source(Bucket.adopt)
@@ -433,11 +434,12 @@ print(f"  sent after backward  {1e3 * on_gloo.after.total_s:.1f} ms")
 print(f"  sent during backward {1e3 * on_gloo.overlapped.total_s:.1f} ms")
 
 # %% [markdown]
-# On the emulated link only one bucket is still under way when backward ends. With gloo alone there is little to gain,
-# because copying needs a core, and with a rank on every core none is free. GPUs lie in between. Copy engines and
-# network cards move much of the data, but NCCL's all-reduce is a kernel that adds on the GPU itself. It takes some of
-# the SMs and of the memory bandwidth from backward. On 32 GPUs with NCCL, overlap made the training of ResNet-50 faster
-# by 38 % and that of BERT by 35 % (Li et al. 2020, section 5.1).
+# On the emulated link only one bucket is still under way when backward ends. (A gap in the upper row *link* is gloo's
+# own time: `average_buckets` waits for each all-reduce before it starts the next.) With gloo alone there is little to
+# gain, because copying needs a core, and with a rank on every core none is free. GPUs lie in between. Network cards
+# carry the bytes between nodes, but NCCL's all-reduce is a kernel: it copies and adds on the GPU itself, and takes some
+# of the SMs and of the memory bandwidth from backward. On 32 GPUs with NCCL, overlap made the training of ResNet-50
+# faster by 38 % and that of BERT by 35 % (Li et al. 2020, section 5.1).
 #
 # Would a single all-reduce just before the optimizer's step do instead of DDP? The weights would be the same, and it
 # pays the latency once. But it cannot begin before backward ends, so it costs what "sent after backward" costs: on the
@@ -513,7 +515,8 @@ for name, wrap in WAYS.items():
     print(f"{name:12} {1e3 * max(ranks.run(step_s, wrap)):.1f} ms a step")
 
 # %% [markdown]
-# The three are close: in some forty lines you have written something that takes as long as PyTorch's own.
+# The three are close. On ranks that share cores such times vary from run to run, so this is no ranking. But in some
+# forty lines you have written something that takes about as long as PyTorch's own.
 #
 # Now to **`no_sync`**. With gradient accumulation (lesson 04, section 4), DDP would send after every micro-batch.
 # Inside the context `model.no_sync()`, backward only adds. Forward belongs inside as well, because that is where DDP
@@ -593,8 +596,9 @@ for as_view in (False, True):
     print("times the bytes of the gradients")
 
 # %% [markdown]
-# With views there is nothing to copy either. The price is that the gradients keep their memory between steps, and that
-# `detach_()` on one of them is an error, because it is a view.
+# With views each gradient exists once. But `optimizer.zero_grad()` sets `.grad` to None, and with it the view is gone:
+# in the next backward autograd makes a new tensor, and DDP copies it into the row. With `zero_grad(set_to_none=False)`
+# the views stay, and nothing is copied. The price of views is that `detach_()` on a gradient is an error.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 5.3 · `no_sync` for your class
@@ -673,9 +677,10 @@ plot.clipping([3, -1], max_norm=1, caption="05.clipping")
 # %% [markdown] tags=["exercise"]
 # ### Exercise 5.4 · Clip by the global norm
 #
-# Write a step of training for the class of exercise 5.2: forward and backward of this rank's share, the average,
-# clipping to `max_norm` by the norm of **all** parameters together, then the optimizer. Return the norm before
-# clipping. `model.module` is the model itself. Compute the norm yourself.
+# Write a step of training for the class of exercise 5.2: forget the old gradients, then forward and backward of this
+# rank's share, the average, clipping to `max_norm` by the norm of the gradients of **all** parameters together, then
+# the optimizer. Return the norm before clipping. `model.module` is the model itself, and `gpt.loss(logits, targets)` is
+# the loss. Compute the norm yourself.
 
 # %% tags=["exercise"]
 def clipped_step(model, optimizer, inputs, targets, max_norm):
@@ -788,8 +793,8 @@ check("5.5", compress, ranks)
 # ```
 #
 # A PyTorch that was built without CUDA refuses this hook, by its name: `TypeError: BF16 all reduce communication hook
-# required CUDA 11+ and NCCL 2.10+`. But gloo can add bfloat16, so a function of another name that calls the hook works
-# here. The cell compares both hooks with DDP's own all-reduce.
+# required CUDA 11+ and NCCL 2.10+ ...`. But gloo can add bfloat16, so a function of another name that calls the hook
+# works here. The cell compares both hooks with DDP's own all-reduce.
 
 # %%
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -868,8 +873,8 @@ print("ours and PyTorch's are equal:", torch.equal(ours, pytorchs))
 #
 # <details><summary>Answer</summary>
 #
-# Hardly: Adam's steps do not depend on a constant factor of the gradients. With clipping it matters, because the limit
-# is a fixed length.
+# Hardly: but for the small ε in the denominator, Adam's steps do not depend on a constant factor of the gradients. With
+# clipping it matters, because the limit is a fixed length.
 # </details>
 #
 # ## Recap
@@ -890,7 +895,9 @@ print("ours and PyTorch's are equal:", torch.equal(ours, pytorchs))
 # - Pascanu, Mikolov, Bengio 2013, *On the difficulty of training recurrent neural networks*, arXiv:1211.5063, section
 #   3.2: clipping by the norm.
 # - Hooks and DDP: <https://docs.pytorch.org/docs/stable/notes/ddp.html>,
-#   <https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html>.
+#   <https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html>; views, and when they are copied:
+#   `gradient_as_bucket_view` and `batched_grad_copy` in the docstring of `DistributedDataParallel` (PyTorch 2.13).
+# - NCCL's collectives are kernels: <https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/overview.html>.
 
 # %%
 ranks.close()

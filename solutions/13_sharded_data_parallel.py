@@ -62,10 +62,10 @@ def count(calls, kind):
 # | master weight | 4 | the optimizer |
 # | first and second moment | 4 + 4 | the optimizer |
 #
-# Together that is 16 bytes, 12 of which are the optimizer's. (Megatron-LM by default keeps the gradient in 4 bytes,
-# which makes 18.) On p data-parallel ranks the same 16 bytes exist p times. Now look at the last column. The
-# optimizer's 12 bytes are needed once per step, for an update that all ranks compute alike. It would be enough if
-# **one** of them computed it.
+# Together that is 16 bytes, 12 of which are the optimizer's. (Megatron-LM by default keeps the gradient of a bfloat16
+# weight in 4 bytes, which makes 18.) On p data-parallel ranks the same 16 bytes exist p times. Now look at the last
+# column. The optimizer's 12 bytes are needed once per step, for an update that all ranks compute alike. It would be
+# enough if **one** of them computed it.
 #
 # Rajbhandari et al. (2020) shard these bytes over the ranks in three stages. They call it ZeRO, for *zero redundancy
 # optimizer*:
@@ -168,11 +168,11 @@ for stage, formula in enumerate(formulas):
     print(f"stage {stage}: {held:5.2f} bytes for each parameter, formula: {formula}")
 
 # %% [markdown]
-# These are the bytes of the rank that holds the most. They match the formula, except for small weights
-# that 4 ranks cannot divide evenly.
+# These are the bytes of the rank that holds the most. They match the formula, because 4 ranks can divide every weight
+# of this model evenly. Where they cannot, this rank holds a little more.
 #
-# **Takeaway: three quarters of what a rank keeps for a parameter belong to the optimizer. Stage 1 of ZeRO shards these,
-# stage 2 the gradients as well, stage 3 everything.**
+# **Takeaway: in mixed precision three quarters of what a rank keeps for a parameter belong to the optimizer. Stage 1 of
+# ZeRO shards these, stage 2 the gradients as well, stage 3 everything.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* People forget that stage 1 still keeps the whole gradient, and they divide 16 by 64 at every
@@ -284,9 +284,9 @@ check("13.2", ShardedOptimizer, ranks)
 # small ones. An all-gather needs shards of equal size, so where a rank has fewer rows, its shard is padded with zeros.
 #
 # PyTorch's own stage 1 is `ZeroRedundancyOptimizer`. It does not cut weights: each whole weight has one rank that keeps
-# its state, updates it and broadcasts it. It works in PyTorch 2.13, but its developers say that it is not maintained
-# (issue 155952 of 2025). For a long run of your own take FSDP2 (lesson 13b), or Megatron-LM's optimizer of section 3.
-# Both train the same model here.
+# its state, updates it and broadcasts it. It works in PyTorch 2.13, but a developer of FSDP2 wrote in 2025 that it is
+# not maintained (issue 155952). For a long run of your own take FSDP2 (lesson 13b), or Megatron-LM's optimizer of
+# section 3. The next cell trains the same model with labcode's `ShardedOptimizer` and with PyTorch's.
 
 # %% tags=["nbval-check-output"]
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -366,12 +366,12 @@ print(f"the largest difference between the weights is {largest:.0e}")
 # That holds for one micro-batch per step. With m micro-batches (lesson 04, section 4) DDP and stage 1 accumulate whole
 # gradients and send them once. At stage 2 there are two ways. A rank may send them in each micro-batch, so that it
 # never keeps a whole gradient; then it sends m (p-1)/p N numbers of gradients, and (p-1)/p N of weights. Or it
-# accumulates them whole and sends them once; then it keeps as much between the micro-batches as at stage 1. labcode
-# does the second.
+# accumulates them whole and sends them once; then it keeps as much between the micro-batches as at stage 1. DeepSpeed
+# does the first, and its `no_sync` is an error at stages 2 and 3. labcode does the second.
 #
-# A fast reduce-scatter needs parts of equal size, one for each rank. Take 2 ranks, a weight a of 4 rows and a weight b
-# of 3 rows. The part for rank 0 holds its rows of a and of b, one behind the other; the part for rank 1 is padded with
-# a row of zeros:
+# One reduce-scatter for all weights needs parts of equal size, one for each rank. Take 2 ranks, a weight a of 4 rows
+# and a weight b of 3 rows. The part for rank 0 holds its rows of a and of b, one behind the other; the part for rank 1
+# is padded with a row of zeros:
 #
 #     to rank 0:  a0 a1 b0 b1        to rank 1:  a2 a3 b2 0
 
@@ -421,8 +421,8 @@ check("13.3", average_own_rows, ranks)
 #
 # **Takeaway: an all-reduce is a reduce-scatter and an all-gather. ZeRO puts the optimizer between the two. Stages 1 and
 # 2 save memory, and with one micro-batch per step they send no more bytes than DDP.** Stage 1 does so with many
-# micro-batches too, and so it is the usual choice with AdamW on many ranks; Megatron-LM calls it the *distributed
-# optimizer*.
+# micro-batches too, and so it is the usual choice beside a pipeline, which needs many (lesson 15); Megatron-LM calls it
+# the *distributed optimizer*.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* What goes wrong: cutting the row of **all** gradients into p parts (a cut of its own, which does
@@ -602,9 +602,10 @@ check("13.4", BorrowingLinear, ranks)
 # labcode does the same for a whole unit, and starts the all-gather so early that it travels while something else
 # computes.
 #
-# **Predict.** Our GPT has four layers, each of which is a unit. What is outside of them, the embedding and the last
-# norm, is one more unit, the **root**. At stage 3, how many all-gathers does a step make, and how many reduce-scatters?
-# (The root is used first and last, so labcode gathers it once and keeps it until backward is done.)
+# **Predict.** Our GPT has four layers, each of which is a unit. What is outside of them is one more unit, the **root**:
+# the embeddings, the last norm, and the head, which shares its weight with the embedding of the tokens. At stage 3, how
+# many all-gathers does a step make, and how many reduce-scatters? (The root is used first and last, so labcode gathers
+# it once and keeps it until backward is done.)
 
 # %% tags=["predict"]
 num_all_gathers = 2 * 4 + 1
@@ -642,14 +643,14 @@ for name, run in runs.items():
 
 # %% [markdown]
 # The losses are the same in all five. "Sent" is in numbers for each parameter: 2 · 3/4 = 1.5 without ZeRO and at stages
-# 1 and 2, and close to 3 · 3/4 = 2.25 at stage 3. Ours sends a little less, because labcode tells FSDP2 to reshard the
-# root after forward as well, so FSDP2 gathers it twice. (By default FSDP2 reshards each layer after forward and keeps
-# the root, as ours does.)
+# 1 and 2, and close to 3 · 3/4 = 2.25 at stage 3. Ours sends a little less, because it gathers the root once, and
+# `parallelize` tells FSDP2 to reshard the root after forward too, so that FSDP2 gathers it twice. (By default FSDP2
+# reshards each layer after forward and keeps the root, as ours does.)
 #
 # In these runs `parallelize` has done the work. This is how FSDP2 is used without labcode, in a script of your own.
 # Each layer becomes a unit, then the whole model. The optimizer is made only after that, because `model.parameters()`
-# now gives this rank's rows. Ours is used in the same way, except for one line after backward, and both are held to one
-# process that trains on the samples of all four ranks.
+# now gives this rank's rows. Ours is used in the same way, except for one line after backward. Both are compared with
+# one process that trains on the samples of all four ranks.
 
 # %%
 def by_torch(model):
@@ -689,9 +690,10 @@ for name, shard in {"by hand    ": by_hand, "FSDP2      ": by_torch}.items():
 
 # %% [markdown]
 # The mean of the four ranks is the loss of one process, step after step. On GPUs the same lines run under `torchrun`,
-# where `fully_shard` finds the GPU of each rank. A model too large for one device is made on the meta device; after
-# `fully_shard`, `model.to_empty(device=...)` gives memory to this rank's rows, and they get their values. Lesson 13b,
-# section 7, turns it into a whole script, with mixed precision and checkpoints.
+# with the samples on the GPU: `fully_shard` finds the GPU of each rank and moves the weights there. A model too large
+# for one device is made on the meta device; after `fully_shard`, `model.to_empty(device=...)` gives memory to this
+# rank's rows, and then your script fills in their values. Lesson 13b, section 7, turns this into a whole script, with
+# mixed precision and checkpoints.
 #
 # **Takeaway: stage 3 keeps 1/p of everything. It gathers each unit twice and sends half as much again as data
 # parallelism.**
@@ -725,7 +727,7 @@ ranks.close()
 #
 # Not the norm: the weight is not there. labcode gives NaN. FSDP2 gives a DTensor, whose `.item()` is without any
 # warning the norm of this rank's rows. `.full_tensor()` gives the right one. It is a collective, so if only rank 0
-# logs, rank 0 waits for ever.
+# logs, rank 0 waits for the others until the time-out.
 # </details>
 #
 # **2.** What does ZeRO at stage 1 save with plain SGD in float32, and what with AdamW whose two moments take one byte each?
@@ -741,8 +743,8 @@ ranks.close()
 #
 # <details><summary>Answer</summary>
 #
-# No. New weights exist after the optimizer's step, and with clipping that waits for the norm of **all** gradients. So
-# the all-gather can hide only behind the forward of the next step.
+# No. New weights exist only after the optimizer's step, and with clipping that waits for the norm of **all** gradients.
+# So the all-gather can hide only behind the forward of the next step.
 # </details>
 #
 # ## Recap
@@ -763,5 +765,7 @@ ranks.close()
 # - Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277: units and storage.
 # - Megatron Core, *Distributed Optimizer*,
 #   <https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/dist_optimizer.html>.
+# - DeepSpeed sends in each micro-batch at stage 2: <https://github.com/deepspeedai/DeepSpeed/issues/373>; its `no_sync`
+#   is an error then: <https://github.com/deepspeedai/DeepSpeed/issues/6793>.
 # - PyTorch: <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>. `ZeroRedundancyOptimizer` is not
 #   maintained: <https://github.com/pytorch/pytorch/issues/155952>.
