@@ -154,8 +154,8 @@ plot.tensor_parallel_mlp(caption="09.f_and_g")
 # ### Exercise 9.1 · f and g
 #
 # Write both as autograd Functions. `forward` gets a tensor and a group, and may keep something in `ctx` for later.
-# `backward` gets the gradient of the output, and returns one gradient for each argument of forward; that of the group
-# is `None`.
+# `backward` gets the gradient of the output, and returns one gradient for each argument of forward but `ctx`; that of
+# the group is `None`.
 #
 # Note that `dist.all_reduce` works in place, but neither the input of forward nor the gradient that backward is given
 # is yours to change. The check uses groups of four and of three ranks.
@@ -267,9 +267,9 @@ plot.column_then_row(caption="09.mlp")
 # inputs]. So a column-parallel layer holds some *rows* of the stored tensor, and a row-parallel layer some of its
 # *columns*. The names come from the mathematics, X W, and the figures of this lesson follow the names.
 #
-# From here on our four ranks form two tensor-parallel groups of two, as in a job with dp = 2 and tp = 2. In plain
-# PyTorch the group is `init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"].get_group()`. Here is an MLP
-# of width 64, with 256 features inside and with biases, and what each of two ranks holds of it.
+# From here on our four ranks mostly form two tensor-parallel groups of two, as in a job with dp = 2 and tp = 2. In
+# plain PyTorch the group is `init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"].get_group()`. Here is
+# an MLP of width 64, with 256 features inside and with biases, and what each of two ranks holds of it.
 
 # %% tags=["by-hand"]
 from labcode.models import layers
@@ -503,8 +503,8 @@ plot.cuts(
 # long as tp divides the number of key/value heads. With more ranks than that, two ranks hold the same head, and their
 # gradients have to be summed as well; labcode does it.
 #
-# **Takeaway: cut where the computation falls apart by itself: features of the MLP, heads of the attention. A fused
-# weight is cut section by section.**
+# **Takeaway: cut where the computation splits by itself: features of the MLP, heads of the attention. A fused weight
+# is cut section by section.**
 
 # %% [markdown]
 # ## 4. What it costs (core, 22 min)
@@ -552,23 +552,23 @@ compare("bytes", bytes_in_all, counted_bytes, within=1, unit="B", found="counted
 # And they are hard to hide. The next matmul needs the sum, so in plain code the rank has nothing to compute while an
 # all-reduce is in flight. Overlap takes more work: in backward the all-reduce of f can travel while the rank computes
 # the weight's gradient, as in Megatron-LM, and a matmul can be cut into pieces, each of which is sent while the next
-# one is computed, as in torchtitan's asynchronous tensor parallelism. So what decides is the ratio of communication to
-# computation. A layer has 12 H² parameters, 4 H² in the attention and 8 H² in the MLP, and each costs 6 FLOPs per
-# token: a multiplication and an addition in forward, and twice as many in backward. The p ranks share this work; we
-# leave out the scores of the attention. With GPUs of Φ FLOP/s, links of β bytes/s, and activations of 2 bytes, the
-# times for one token give
+# one is computed, as in torchtitan's asynchronous tensor parallelism (with the collectives of lesson 10). So what
+# decides is the ratio of communication to computation. A layer has 12 H² parameters, 4 H² in the attention and 8 H² in
+# the MLP, and each costs 6 FLOPs per token: a multiplication and an addition in forward, and twice as many in backward.
+# The p ranks share this work; we leave out the scores of the attention. With GPUs of Φ FLOP/s, links of β bytes/s, and
+# activations of 2 bytes, the times for one token give
 #
 # $$\frac{T_{comm}}{T_{comp}} = \frac{4 \cdot 2\frac{p-1}{p} \cdot 2H / \beta}{72 H^2 / (p\,\Phi)}
 # = \frac{2\,(p-1)\,\Phi}{9\,H\,\beta}.$$
 #
 # There is the factor p - 1 of lesson 08, section 6, again. For Φ we take 692 TFLOP/s, 70 % of an H100's peak, which is
-# what a linear layer reached in lesson 03, section 1, while nothing was waited for. (Whole training runs, with all
-# their waiting, reach some 40 %.) For example, with H = 4096 and p = 8 on NVLink, on which collectives reach β = 365
-# GB/s, the ratio is 2 · 7 · 692e12 / (9 · 4096 · 365e9) = 0.72. These numbers stand in labcode's table of clusters,
-# `labcode/perf/hardware_data`, with their sources.
+# about what a linear layer alone reached on an H100 in lesson 03, section 1. (Whole training runs, which also wait,
+# reach some 40 %.) For example, with H = 4096 and p = 8 on NVLink, on which collectives reach β = 365 GB/s, the ratio
+# is 2 · 7 · 692e12 / (9 · 4096 · 365e9) = 0.72. The table of clusters in labcode, `labcode/perf/hardware_data`, has
+# these numbers with their sources.
 #
-# The figure shows the ratio for two widths, on NVLink and with each rank of tp in a node of its own, where it sends by
-# its adapter with β = 50 GB/s.
+# The figure shows the ratio for two widths, on NVLink and with each rank of tp in a node of its own, where it sends
+# through one network adapter with β = 50 GB/s.
 
 # %% tags=["figure"]
 from labcode.perf.cluster import load_cluster
@@ -594,15 +594,15 @@ for name, link in LINKS.items():
 plot.lines(curves, caption="09.links")
 
 # %% [markdown]
-# On NVLink the ratio stays below one up to the 8 GPUs of a node; with a node for each rank it reaches one with few
-# ranks. It falls with H, so wide models can be cut further.
+# On NVLink the ratio stays below one up to the 8 GPUs of a node; with a node for each rank it passes one between 2 and
+# 4 ranks at H = 4096, and between 4 and 8 at H = 12288. It falls with H, so wide models can be cut further.
 #
 # What of p = 16 on two **full** nodes? Then eight adapters of each node carry the sum together (lesson 08, section 5),
-# 400 GB/s, which is no less than NVLink: the ratio goes on as inside a node, to 1.5 at H = 4096 and 0.5 at H = 12288.
-# So it is not the bytes alone that keep tp inside the node. An all-reduce over the network also pays the network's
-# latency, four times in each layer, and the rank waits for it, while the messages of the other axes, such as
-# gradients, can hide behind computation. And where NVLink connects more than 8 GPUs, as it does 72 in a GB200 NVL72,
-# the node of this rule is that large.
+# 400 GB/s, which is no less than the 365 on NVLink. The ratio goes on as inside a node, to 1.5 at H = 4096 and to 0.5
+# at H = 12288. So it is not the bytes alone that keep tp inside the node. An all-reduce over the network also pays the
+# network's latency, four times in each layer, and most of these times the rank waits, while the messages of the other
+# axes, such as gradients, can hide behind computation. And where NVLink connects more than 8 GPUs, as it does 72 in a
+# GB200 NVL72, the node of this rule is that large.
 #
 # **Takeaway: four all-reduces of B·S·H numbers in each layer, and the computation waits for most of them. Tensor
 # parallelism stays inside the node.**
@@ -892,8 +892,8 @@ print(f"all-reduces: {forward} forward, {backward} backward")
 # layer of the model, which computes a score for each token of the vocabulary. That layer is called the **head** (it has
 # nothing to do with the heads of the attention), and it becomes column-parallel.
 #
-# `weights_table` prints the shape of each weight, whole and on this rank. Block 1 looks like block 0 and is left out.
-# Here is what rank 0 holds for dp = 2 and tp = 2.
+# `weights_table` prints the shape of each weight, whole and on this rank. A block is a transformer layer; block 1 looks
+# like block 0 and is left out. Here is what rank 0 holds for dp = 2 and tp = 2.
 
 # %%
 from course.labs.l09_shards import adamw_steps, weights_table
@@ -1006,9 +1006,10 @@ for name, of_ranks in runs.items():
 plot.lines(off, x=range(1, 16), caption="09.differences")
 
 # %% [markdown]
-# The broken run falls as far as the true one; another seed changes the fall more than the mistake does. AdamW helps to
-# hide it: of each number of a gradient it uses little more than the sign, and a sign can be right although paths are
-# missing. The first loss is even exact, because forward is right. (A difference of exactly 0 is drawn at 1e-17.)
+# The broken run falls as far as the true one; here the one other seed changes the fall more than the mistake does.
+# AdamW helps to hide it: in these first steps it uses little more of each number of a gradient than the sign, and a
+# sign can be right although paths are missing. The first loss is even exact, because forward is right. (A difference of
+# exactly 0 is drawn at 1e-17.)
 #
 # Two cheap tests find the mistake at once: compare the loss of the **second** step with one process, and compare the
 # copies of a weight that is replicated over tp. With f these are equal to the last bit here (on GPUs up to kernels
@@ -1018,8 +1019,8 @@ plot.lines(off, x=range(1, 16), caption="09.differences")
 #
 # In your own script a sampler gives each rank its samples. PyTorch's `DistributedSampler` (lesson 04, section 5) takes
 # rank and number of shards from the **world** unless you say otherwise. With tp you must: there are as many shards of
-# the data as copies of the model, and all ranks of a tp group read the same one. NERSC's training script has two lines
-# for this, `data_num_shards = size("dp")` and `data_shard_id = rank("dp")`.
+# the data as copies of the model, and all ranks of a tp group read the same one. NERSC's `train_mp.py` has two lines
+# for this, `params.data_num_shards = comm.get_size("dp")` and `params.data_shard_id = comm.get_rank("dp")`.
 #
 # The next cell trains on dp = 2 and tp = 2 in both ways. With the sampler's defaults, each of the four ranks reads four
 # samples of its own.
@@ -1084,7 +1085,7 @@ for name, of_ranks in {"by dp": by_dp, "by world": by_world}.items():
 # itself once, at the start: gather the inputs over the tp group; all must be equal.
 #
 # **Takeaway: every grid gives the losses of one process up to rounding. A curve that looks right proves nothing:
-# compare numbers, compare the copies, and give a sampler the number and the size of dp.**
+# compare numbers, compare the copies, and give a sampler the rank in dp and the size of dp.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* The best moment of the lesson: show the first figure and ask who would have stopped this run.
@@ -1260,8 +1261,8 @@ ranks.close()
 # What tp leaves over goes to dp, and tp is the fastest axis, so it stays inside the node. (Under `srun`, export
 # `MASTER_ADDR` and `MASTER_PORT` first, the variables of lesson 04; lesson 14 writes such a script.) In real runs two
 # more things matter. The matmuls become thin, and below some width they no longer keep a GPU busy. And norms, dropout
-# and residuals are still replicated, with all their activations; lesson 10 removes that. Dropout there must draw the
-# **same** numbers on all ranks of tp, and inside the attention different ones.
+# and residuals are still replicated, with all their activations; lesson 10 removes that. As long as it is replicated,
+# dropout must draw the **same** numbers on all ranks of tp, and inside the attention different ones.
 
 # %% [markdown]
 # ## Questions (core, 3 min)
@@ -1322,10 +1323,14 @@ ranks.close()
 #
 # - Shoeybi et al. 2019, arXiv:1909.08053, section 3: f, g, MLP, attention, loss.
 # - Narayanan et al. 2021, arXiv:2104.04473, section 3: inside the node.
-# - Ainslie et al. 2023, arXiv:2305.13245: grouped queries. Llama Team 2024, arXiv:2407.21783, table 3: its heads.
+# - Ainslie et al. 2023, arXiv:2305.13245: grouped queries. Llama Team 2024, arXiv:2407.21783, table 3: its heads;
+#   `vocab_size` in the `config.json` of its published models: 128256.
 # - Shazeer 2020, arXiv:2002.05202: the MLP of exercise 9.4.
 # - Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1: 16 bytes for each parameter.
-# - NVIDIA H100 datasheet, 2023: bfloat16, NVLink. DGX H100 datasheet, 2022: 400 Gb/s.
+# - NVIDIA H100 datasheet, 2023: bfloat16, NVLink. DGX H100 datasheet, 2022: 400 Gb/s. NVIDIA GB200 NVL72, 2024.
+# - Megatron-LM, <https://github.com/NVIDIA/Megatron-LM>, `megatron/core/tensor_parallel/layers.py`: the all-reduce of f
+#   beside the weight's gradient.
+# - NERSC, *Deep Learning at Scale*, <https://github.com/NERSC/dl-at-scale-training>: the two lines for a sampler.
 # - PyTorch team 2024, asynchronous tensor parallelism in torchtitan:
 #   https://discuss.pytorch.org/t/distributed-w-torchtitan-introducing-async-tensor-parallelism-in-pytorch/209487
 # - PyTorch: https://docs.pytorch.org/docs/stable/distributed.tensor.html and

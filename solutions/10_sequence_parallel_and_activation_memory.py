@@ -52,7 +52,7 @@ ranks = Ranks(4, timeout_s=10)
 # | data parallel × tensor parallel | 4 × 1 | 4 × 4 |
 # | samples per second, epoch 4 | 93.1 | 125.2 |
 # | GB in use on a GPU before training starts | 10.5 | 10.2 |
-# | GB in use after the very first forward | 43.8 | 31.7 |
+# | GB in use after forward in the second step | 43.8 | 31.7 |
 #
 # Each data-parallel copy of the model takes 16 samples in both runs. The log does not say what the 10 GB before training
 # are. Tensor parallelism has cut the weights by four, and yet these 10 GB hardly shrink, so most of them must be
@@ -71,11 +71,11 @@ ranks = Ranks(4, timeout_s=10)
 #
 # For example, two ranks that hold 0.75 of the memory each have w + (1 - w)/2 = 0.75, so half of it is whole.
 #
-# For the memory, take what the first forward has **added** in the two runs. It is what the layers keep for their
+# For the memory, take what has been **added** by then in the two runs. Most of it is what the layers keep for their
 # backward, and it is cut over t = 4 ranks.
 #
-# **Predict**, by looking at the table and without calculating: is the efficiency above a half? And is more than half of
-# what forward adds whole? Answer `True` or `False`. Then the next cell does the arithmetic.
+# **Predict**, by looking at the table, before the next cell does the arithmetic: is the efficiency above a half? And is
+# more than half of what forward adds whole (here a guess is enough)? Answer `True` or `False`.
 
 # %% tags=["predict"]
 efficiency_above_half = False
@@ -114,7 +114,8 @@ print(f"efficiency: {published_efficiency:.2f}, fraction whole: {published_whole
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* People divide by 16 instead of by 16/4, which compares with one GPU, and they divide the GB in
 # use after forward without taking off what was there before. Ask the room what else a log of `nvidia-smi` counts: the
-# allocator's reserve, the buffers of NCCL and cuDNN, the optimizer from the second step on.
+# allocator's reserve, the buffers of NCCL and cuDNN, and the optimizer's state after the first step that the GradScaler
+# does not skip (from epoch 2 on the log of the 4 GPUs shows 1.1 GB more).
 
 # %% [markdown]
 # ## 2. What a layer keeps (core, 38 min)
@@ -125,9 +126,9 @@ print(f"efficiency: {published_efficiency:.2f}, fraction whole: {published_whole
 # | operation | what its backward reads | so it keeps |
 # |---|---|---|
 # | linear, y = x Wᵀ | x, for the gradient of W (and W itself, which is there anyway) | its input |
-# | norm, GELU | where the derivative is taken | its input |
+# | norm, GELU | the point at which the derivative is taken | its input |
 # | product of two activations | each factor, for the gradient of the other | both inputs |
-# | softmax | its derivative is written with its result | its output |
+# | softmax | its result, from which the derivative is computed | its output |
 # | dropout | which numbers were dropped | on GPUs a mask, 1 byte for each number |
 # | addition | nothing | nothing |
 #
@@ -330,9 +331,15 @@ print(f"the paper's layer on 2**20 ranks keeps {paper_many / paper_alone:.2f} of
 # A quarter of our layer stays on every rank, however many ranks you take, and 10/34 = 29 % of the paper's. Does that
 # explain the 53 % of the published run? Only partly. Under `torch.autocast` the residual stream, to which every block
 # adds its result, stays in float32. So the two numbers that the norms keep have 4 bytes each, and the other 14 have 2
-# bytes each, which is 36 bytes in all. The norms' 8 bytes are whole, and so are 2 bytes each for the inputs of `qkv` and
-# `up`: 12 of 36, a third. A model also has two ends that are not cut. What else the published run keeps, its log cannot
-# tell: it counts everything that is in use on the GPU.
+# bytes each, which is 36 bytes in all. The norms' 8 bytes are whole, and so are 2 bytes each for the inputs of `qkv`
+# and `up`: 12 of 36, a third.
+#
+# The tutorial's code keeps more. Its q, k and v are three layers, and autocast makes a 16-bit copy of their input for
+# each. Its tensor-parallel layers also add a float32 bias after the matmul, so that GELU's input has 4 bytes. That
+# makes 40 bytes on one rank and 16 + 32/4 = 24 on each of four. For its 12 layers, with s = 4050, b = 16 and h = 1024,
+# we count 29.7 and 17.8 of the 33.3 and 21.5 GB (the log's GB are 1024³ bytes). In both runs some 3.7 GB are left: the
+# two ends of the model, which are not cut, and all else that came into use on the GPU, such as the gradients of the
+# first step.
 #
 # ### A layer of today
 #
@@ -513,10 +520,10 @@ class ReduceScatter(torch.autograd.Function):
 check("10.2", AllGather, ReduceScatter, ranks)
 
 # %% [markdown]
-# `torch.cat` along dim 1 copies all of [B, S, H] once more. Megatron therefore lays its tensors out as [S, B, H]: the
-# shards of the ranks then lie one after the other in memory, and the all-gather writes the result in place.
+# `torch.cat` along dim 1 copies all of [B, S, H] once more. Megatron's tensors are [S, B, H], originally for the sake of
+# its matmuls. In that layout the shards of the ranks lie one after the other in memory, so no such copy is needed.
 #
-# Now there is a trap. An all-gather followed by a linear layer computes the right thing. But the linear layer keeps its
+# There is a trap. An all-gather followed by a linear layer computes the right thing. But the linear layer keeps its
 # input for the gradient of its weight, and its input is the **gathered** tensor, [B, S, H]. So two of the four tensors
 # that we wanted to cut, the inputs of `qkv` and `up`, are whole again.
 #
@@ -658,9 +665,9 @@ plot.lines(formulas | measured, reference={"10/34": 10 / 34}, caption="10.kept")
 # (Our layer has no dropout masks, so it levels off at 4/16, and its point for tensor parallelism lies a little below
 # the curve of GPT-3.)
 #
-# In the published run of section 1, the first forward added 33.3 GB on one rank. Divided by four, and with the 10.2 GB
-# from before, that would be at best 19 GB instead of 32, since the two ends of the model are not cut. This is a
-# prediction; no log that we know of shows it.
+# In the published run of section 1, 33.3 GB were added on one rank. If all of it were divided by four, a GPU would have
+# 19 GB in use instead of 32, with the 10.2 GB from before. By the count of section 2, with (16 + 32)/4 = 12 bytes for
+# each of s b h and 3.7 GB that are not cut, it would be some 23. This is a prediction; no log that we know of shows it.
 #
 # How much is it in a large model? Take the sizes of Llama 3 70B: 80 layers of h = 8192, and one sequence of 8192 tokens.
 # The next cell computes what all layers keep, for our layer with its 16 numbers and for the layer of today with its
@@ -784,7 +791,7 @@ ranks.run(cut_250_tokens)
 #
 # `parallelize` records for each weight how it is sharded, and over which axes its gradient is only a part of the whole
 # one, `partial_over`. This is the table `shardings`, and `finish_gradient_sync` reads nothing else. (DTensor keeps such
-# a record, too: at the end of section 4 it printed the layout `Partial(sum)` for the gradient of the norm's weight.)
+# a record, too: in section 4 it printed the layout `Partial(sum)` for the gradient of the norm's weight.)
 #
 # We train twice for 20 steps: once as it should be, and once with `tp` deleted from the table `shardings`, so that
 # nobody forms the sums.
@@ -836,8 +843,8 @@ apart = {
 plot.lines(apart, caption="10.norms")
 
 # %% [markdown]
-# The losses of the two runs stay within a tenth of their fall, and nobody would notice that in a curve: AdamW divides
-# a constant factor, such as a quarter instead of the sum, out of the gradient again. Yet in the second run four ranks
+# Here the losses of the two runs stay within a tenth of their fall, and nobody would notice that in a curve: AdamW
+# divides a constant factor, such as a quarter of the sum, out of the gradient again. Yet in the second run four ranks
 # train four different sets of norms, each on its own quarter of the positions, and a checkpoint holds only one of the
 # four sets. A loss curve is no test of a parallel program. Two other things are: compare the **copies** of two ranks,
 # which must be equal to the last bit, and compare with **one process** in float64, as we do now.
@@ -982,7 +989,7 @@ check("10.4", SequenceParallelMLP, ranks)
 # | with tensor parallelism | s b h (10 + 24/t) + 5 a s² b/t | `perf.memory` |
 # | with sequence parallelism | 1/t of everything | `perf.memory` |
 # | measured | what autograd keeps | `perf.saved_bytes` |
-# | the plan of DTensor | keeps the gathered input: 5.5 of 16 numbers, 8 units | |
+# | the plan of DTensor, t = 4 | keeps the gathered input: 5.5 of 16 numbers, 8 units | |
 # | the pair | all-gather and reduce-scatter, each the other's backward | `comm.collectives` |
 # | gather again | 10 units instead of 8 | `parallel.sequence.gathered_linear` |
 # | shared weights | sum over the ranks that see other tokens | `parallel.sharding`, `partial_over` |
@@ -996,7 +1003,9 @@ check("10.4", SequenceParallelMLP, ranks)
 # - Shazeer 2020, *GLU variants improve transformer*, arXiv:2002.05202: SwiGLU.
 # - Li et al. 2021, *Sequence Parallelism*, arXiv:2105.13120, and Jacobs et al. 2023, *DeepSpeed Ulysses*,
 #   arXiv:2309.14509: the other two meanings of the name.
-# - NERSC, *Deep Learning at Scale*, <https://github.com/NERSC/dl-at-scale-training>: the logs of section 1.
+# - NERSC, *Deep Learning at Scale*, <https://github.com/NERSC/dl-at-scale-training>: the logs of section 1; its code
+#   for the count of section 2 (`train_mp.py`, `networks/vit.py`, `distributed/layers.py`, `config/ViT.yaml`).
+# - Narayanan et al. 2021, arXiv:2104.04473, section 4.2: why Megatron's tensors are [S, B, H].
 # - Dao et al. 2022, *FlashAttention*, arXiv:2205.14135: attention that stores no tables.
 # - Which memory an A100 has: NVIDIA's datasheet of 2021, 1555 GB/s with 40 GB and 2039 GB/s with 80 GB.
 
