@@ -139,12 +139,12 @@ check("18.1", spacing)
 # %% [markdown]
 # ## 2. Sixteen bits: what underflows, and why (optional, 46 min)
 #
-# If you train in bfloat16, as nearly everybody has done on GPUs since 2020, go on to section 4. This section is for
+# If you train in bfloat16, as nearly everybody does now on GPUs that have it, go on to section 4. This section is for
 # those who have older GPUs (V100, T4) or who meet a `GradScaler` in somebody's code.
 #
 # Of the two formats of 16 bits, bfloat16 has the exponent of float32 and needs nothing but the autocast of lesson 03b.
-# float16 has 8 times as many numbers between 1 and 2, and is the only 16-bit format of GPUs before 2020. Its problem is
-# the range. What is too small for a format becomes 0: it **underflows**.
+# float16 has 8 times as many numbers between 1 and 2, and is the only 16-bit float of NVIDIA's GPUs before the A100
+# (2020). Its problem is the range. What is too small for a format becomes 0: it **underflows**.
 #
 # The small GPT of lesson 03b trains in float16 without trouble, because its gradients are large. Now let the batch be
 # accumulated from m = 1024 micro-batches. Each backward then starts from loss / 1024, and all gradients are smaller by
@@ -820,7 +820,7 @@ plot.fp8_linear(caption="18.layer")
 #
 # $$x \, W^T \approx \frac{(x \, s_x)(W s_w)^T}{s_x \, s_w}$$
 #
-# On a GPU with FP8, `torch._scaled_mm` does this in one call (since PyTorch 2.13 its public form is
+# On a GPU with FP8, `torch._scaled_mm` does this in one call (since PyTorch 2.10 its public form is
 # `torch.nn.functional.scaled_mm`). Here we convert the 8-bit numbers to float32 and multiply those, without the speed.
 # The tensor cores of Hopper are less exact than this, because they keep about 14 bits of a sum (DeepSeek-AI 2024,
 # section 3.3.2); lesson 22, section 1, emulates such sums and shows what libraries do about it.
@@ -898,9 +898,10 @@ check("18.7", Fp8Linear)
 show_source(fp8._Fp8Linear)
 
 # %% [markdown]
-# Will a model train with operands that are wrong by up to a sixteenth? Two things speak for it. An element of the result
-# is a sum of hundreds of terms whose rounding errors have both signs, so that they largely cancel. And an update, which
-# is often a thousandth of its weight, would be lost in 8 bits, but the weights that are updated stay in float32.
+# Will a model train with operands that are wrong by up to a sixteenth, and those of dy by up to an eighth? Two things
+# speak for it. An element of the result is a sum of hundreds of terms whose rounding errors have both signs, so that
+# they largely cancel. And an update, which is often a thousandth of its weight, would be lost in 8 bits, but the
+# weights that are updated stay in float32.
 #
 # **Takeaway: a linear layer in FP8 casts three tensors, and each is used in two of the three matmuls. Only the operands
 # have 8 bits: accumulation, results, the weights themselves and the optimizer state stay in 16 or 32.**
@@ -908,7 +909,8 @@ show_source(fp8._Fp8Linear)
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* The core of the lesson. People quantise dy in e4m3, or quantise it twice. They keep x and W for
 # backward, which is correct and saves nothing. Ask: which of the three matmuls would you leave in bfloat16 first if
-# training became unstable? (The weight gradient: its error is not passed on to other layers.)
+# training became unstable? (The weight gradient: it goes straight into the update. torchao's `rowwise_with_gw_hp` does
+# this.)
 
 # %% [markdown]
 # ## 8. A model in FP8 (core, 16 min)
@@ -972,17 +974,18 @@ plot.lines(
 
 # %% [markdown]
 # The loss falls by more than a nat and a half, and the differences are about a thousandth of one. The grey band shows
-# what another random start changes in bfloat16, and it is much wider, so the order of the four lines says nothing about
-# the recipes. This is what the authors of FP8 found for models of many sizes (Micikevicius et al. 2022). It is no proof
-# for *your* model, so keep an eye on the tensors, which is the subject of lesson 19.
+# what another random start changes in bfloat16. It is much wider, except where the losses of the two starts cross, so
+# the order of the four lines says nothing about the recipes. That FP8 ends where 16 bits do is what its authors found
+# for models of many sizes (Micikevicius et al. 2022). It is no proof for *your* model, so keep an eye on the tensors,
+# which is the subject of lesson 19.
 #
 # Here FP8 is slower than float32, because we emulate it. A GPU that has it multiplies up to twice as fast as in
 # bfloat16, by its data sheet. How much of that is left depends on the casts, each of which has to read and write a whole
 # tensor. Transformer Engine does a cast in one kernel. By its documentation the linear layers of a model with 5 billion
-# parameters (hidden size 4096), casts included, are 1.69 times as fast as in bfloat16 on an H200 with delayed scaling,
-# 1.57 times with current scaling, and 1.41 times with a scale for each block of 128. labcode's amax, cast and transpose
-# are separate passes: on an H100 (`benchmarks/fp8.py`, forward and backward together) its layer of 16,384 × 16,384 takes
-# 0.7 of the time of bfloat16, and one of 4,096 takes four times as long.
+# parameters (hidden size 4096), casts included, are 1.69 times as fast as in bfloat16 on an H200 NVL with delayed
+# scaling, 1.57 times with current scaling, and 1.41 times with a scale for each block of 128. labcode's amax, cast and
+# transpose are separate passes: on an H100 (`benchmarks/fp8.py`, forward and backward together) its layer of
+# 16,384 × 16,384 takes 0.7 of the time of bfloat16, and one of 4,096 takes four times as long.
 #
 # ### Which layers suffer
 #
@@ -1019,27 +1022,28 @@ plot.bars(table, caption="18.head")
 # These are the layers of the first block, which backward reaches last. The error of a gradient does not come from its
 # own layer alone: backward begins at the head, and what is lost there is missing in all earlier layers.
 #
-# - With current scaling the gradients of the logits are in e5m2. In the upper half of its range it has only four
-#   numbers, and most right characters have their gradients there.
+# - With current scaling the gradients of the logits are in e5m2. Between its last power of two, 32,768, and its end it
+#   has only four numbers, and most right characters have their gradients there.
 # - With blocks by the standard a gradient above 448 saturates. That is the case for each right character whose p is
 #   below 1/8: its gradient comes out too small, by up to an eighth. The gradients of weights are off by more than that,
 #   because the gradients of a batch's tokens partly cancel, while this error has the same sign in each of them. NVIDIA
-#   found that trainings of language models can diverge from it, and that they do not with scales that fit (Mishra et al.
+#   found that training a language model can diverge from it, and that it does not with scales that fit (Mishra et al.
 #   2025). labcode's recipe, like that of Transformer Engine, uses those.
 # - With blocks that fit, a head in FP8 costs next to nothing here. Usually it stays in higher precision all the same,
 #   because it is one layer of many, and its errors go into all others.
 #
 # ### How far one scale carries
 #
-# Our eighty steps of a small model do not decide whether one scale for each tensor is enough. Micikevicius et al. (2022)
-# trained models of up to 175 billion parameters with it, with results like those in 16 bits. Fishman et al. (2024)
-# trained Llama 2 7B for longer. After some 200 billion tokens the **outliers** behind its SwiGLU, single features far
-# larger than all others (SwiGLU is a gated MLP, lesson 10), had grown until delayed scaling failed and the loss blew up.
-# They cured it by scaling each feature of SwiGLU's output before the cast, and then trained as in bfloat16. To cope with
-# outliers, DeepSeek-V3 was trained with a scale for every 128 numbers of an activation and for every 128 × 128 numbers
-# of a weight, and with sums in float32 (DeepSeek-AI 2024). Transformer Engine calls that recipe `Float8BlockScaling`.
+# Our eighty steps of a small model do not decide whether one scale for each tensor is enough. Micikevicius et al.
+# (2022) trained models of up to 175 billion parameters with it, with FP8 emulated as here, and got results like those
+# in 16 bits. Fishman et al. (2024) trained Llama 2 7B for longer, on accelerators that have FP8. After some 200 billion
+# tokens the **outliers** behind its SwiGLU, single features far larger than all others (SwiGLU is a gated MLP, lesson
+# 10), had grown until delayed scaling failed and the loss blew up. They cured it by scaling each feature of SwiGLU's
+# output before the cast, and then trained as in bfloat16. To cope with outliers, DeepSeek-V3 was trained with a scale
+# for every 128 numbers of an activation and for every 128 × 128 numbers of a weight, and with sums in float32
+# (DeepSeek-AI 2024). Transformer Engine calls that recipe `Float8BlockScaling`.
 #
-# **Takeaway: here FP8 with one scale for each tensor trains as bfloat16 does. One long training failed with it until its
+# **Takeaway: here FP8 with one scale for each tensor trains as bfloat16 does. One long run failed with it until its
 # SwiGLU was changed, and others use a scale for each block. What the head loses, all layers lose, so it stays in higher
 # precision.**
 
@@ -1064,7 +1068,7 @@ plot.bars(table, caption="18.head")
 # | axis | what it does to x, W, dy | why the ranks share a scale |
 # |---|---|---|
 # | tp | cuts W and some of x and dy | parts may be gathered in 8 bits; results are those of one process |
-# | fsdp | cuts W | shards may be gathered in 8 bits |
+# | fsdp | cuts W; other samples, as dp | shards may be gathered in 8 bits |
 # | dp | other samples: other x and dy | all copies of a layer compute alike, and a checkpoint has one history |
 # | pp | other layers | they share none |
 #
@@ -1227,9 +1231,9 @@ for share, guess in {
 # distance is 1000/127 = 7.9, and every ordinary number becomes 0. In e4m3 the distances shrink with the numbers. (The
 # error that we measure is the mean of |x̂ - x| / |x|, where x̂ is what becomes of x.)
 #
-# **Predict.** One feature of 512 is 1000 times larger than the others. How much of the ordinary numbers is lost in e4m3
-# with one scale for the tensor: `"a few percent"`, `"a third"`, or `"all of it"`, as in int8? (A number may be
-# 448 / 2^-6 = 28,672 times smaller than the largest one and still have all its 3 bits.)
+# **Predict.** One feature of 512 is 1000 times larger than the others. By this measure, how much of the ordinary
+# numbers is lost in e4m3 with one scale for the tensor: `"a few percent"`, `"a third"`, or `"all of it"`, as in int8?
+# (A number may be 448 / 2^-6 = 28,672 times smaller than the largest one and still have all its 3 bits.)
 
 # %% tags=["predict"]
 error_in_e4m3 = "a few percent"
@@ -1312,7 +1316,7 @@ for name, x in lab.cases().items():
 # %% [markdown]
 # Where an error of 25 % is allowed, four bits with a scale for each block are enough for all but the widest of these
 # tensors. At 3 % the tensor decides: e4m3 for ordinary numbers, int8 for numbers that are spread evenly, blocks where
-# there is an outlier or a wide spread. Below one percent all but zeros need 16 bits. Which error may be allowed is
+# there is an outlier or a wide spread. At half a percent all but zeros need 16 bits. Which error may be allowed is
 # answered only by training: in section 8 errors of some percent in every operand changed nothing that could be seen.
 
 # %% [markdown] tags=["solution-only"]
@@ -1592,11 +1596,12 @@ ranks.close()
 #
 # ## Sources
 #
-# - Micikevicius et al. 2022, *FP8 Formats for Deep Learning*, arXiv:2209.05433: the two formats, trainings in them.
+# - Micikevicius et al. 2022, *FP8 Formats for Deep Learning*, arXiv:2209.05433: the two formats, training in them.
 # - Micikevicius et al. 2017, *Mixed Precision Training*, arXiv:1710.03740: loss scaling.
 # - NVIDIA H100 datasheet, 2023: 1,979 TFLOP/s in FP8 and 989 in bfloat16, without sparsity.
 # - Transformer Engine, *Using FP8 with Transformer Engine*:
 #   <https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/examples/fp8_primer.html>: delayed scaling.
+# - PyTorch, pull requests 163856 (`scaled_mm`) and 178817 (casts to e4m3 that saturate).
 # - Rouhani et al. 2023, *Microscaling Data Formats for Deep Learning*, arXiv:2310.10537: MXFP8.
 # - Mishra et al. 2025, *Recipes for Pre-training LLMs with MXFP8*, arXiv:2506.08027: scales that fit.
 # - DeepSeek-AI 2024, *DeepSeek-V3 Technical Report*, arXiv:2412.19437, section 3.3: scales for blocks, 14 bits.

@@ -255,7 +255,7 @@ compare("squares", squares_agree, agrees(128, 128))
 # tiles, and they are cast twice: along the features for y and dx, along the tokens for dW.
 #
 # The 128 of a tile is also the 128 of a piece in section 1. When a piece ends, its sum leaves the tensor core anyway,
-# and is multiplied by the two scales of its tiles on the way.
+# and is divided by the scales of its two operands on the way.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 22.3 · Quantise by tiles
@@ -296,7 +296,7 @@ check("22.3", quantize_tiles)
 #
 # $$0,\ 0.5,\ 1,\ 1.5,\ 2,\ 3,\ 4,\ 6$$
 #
-# **NVFP4** gives each 16 of them a scale, which is a number of e4m3. e4m3 itself reaches from 2^-9 to 448 only, so the
+# **NVFP4** gives every 16 of them a scale, which is a number of e4m3. e4m3 itself reaches from 2^-9 to 448 only, so the
 # whole tensor has one float32 scale beside them. Here a number is *divided* by its scale before the cast and multiplied
 # afterwards, as Transformer Engine writes it: the scale of a block is amax / 6, so that its largest number lands near
 # 6. What lands below 0.25 is nearer to 0 than to 0.5, so whatever is smaller than about amax / 24 becomes zero.
@@ -329,8 +329,8 @@ print(f"numbers that became zero: {(cast == 0).sum().item()} of 57")
 #
 # The blocks of this cast run along the characters, as the matmul dx = dy W needs them. For dW = dyᵀ x they run along
 # the tokens: a block is what sixteen tokens say about one character. Where it is the right character of one of them,
-# the small pushes down of the other fifteen are lost. In lesson 18, section 8, blocks by the standard of MXFP8 did the
-# same on a smaller scale.
+# the small pushes down of the other fifteen are lost. Blocks by the standard of MXFP8 (lesson 18, section 8) had a bias
+# too, a smaller one: there the push up itself came out too small.
 #
 # **Takeaway: in a block of NVFP4 whatever is less than 1/24 of the largest number becomes zero. Where the small numbers
 # all have the same sign, that is a bias, and more tokens do not cure it.**
@@ -485,7 +485,7 @@ plot.lines(
 # %% [markdown] tags=["exercise"]
 # ### Exercise 22.5 · The random Hadamard transform
 #
-# `x` is [.., n], and n is a multiple of 16. `signs` is [16], of 1 and -1. Return (x · signs) H / 4 for each 16
+# `x` is [.., n], and n is a multiple of 16. `signs` is [16], of 1 and -1. Return (x · signs) H / 4 for each block of 16
 # neighbours along the last dim, in the shape of x. Make H yourself. About 6 lines.
 
 # %% tags=["exercise"]
@@ -590,8 +590,8 @@ print(f"the head, stochastic: {alone:.3f}, stochastic and rotated: {both:.3f}")
 # `x` is [T, H], `w` is [F, H], `dy` is [T, F]. Return y, dx and dw by the table.
 #
 # - `quantize(matrix)` returns the matrix as NVFP4 holds it, with its blocks along its **rows**, rounded to nearest.
-#   `quantize(matrix, stochastic=True)` rounds stochastically, `quantize(matrix, square=True)` has a scale for each 16 ×
-#   16.
+#   `quantize(matrix, stochastic=True)` rounds stochastically, `quantize(matrix, square=True)` has a scale for each
+#   square of 16 × 16.
 # - `rotate(matrix)` is the random Hadamard transform along the rows.
 # - The matmuls themselves are plain `@`. Quantise the weight once.
 #
@@ -667,7 +667,7 @@ plot.lines(
 )
 
 # %% [markdown]
-# Rounding to nearest is outside the band for the whole run. The other three stay within it or at its edge: from two
+# Rounding to nearest is outside the band in the whole figure. The other three stay within it or at its edge: from two
 # runs with different starts nobody could tell them from bfloat16. Small differences show only in a comparison from the
 # *same* start, repeated from another one:
 
@@ -683,28 +683,30 @@ for seed in (0, 1):
 # are those of section 3, in bfloat16 recovers a part of the rest, from the one start that we tried. With stochastic
 # rounding the rotation changes little here, as in section 5.
 #
-# This is one minute of training on a model of 100,000 parameters. NVIDIA (2025) trained one of 12 billion on 10
-# trillion tokens with this recipe, with some 15 % of the linear layers in bfloat16. They report a loss close to that of
-# FP8, and a worse one if any one part is left out. A long training run may not forgive what a small model does.
+# This is one minute of training on a model of 100,000 parameters. NVIDIA (2025) trained one of 12 billion, a hybrid of
+# Mamba and transformer, on 10 trillion tokens with this recipe, with 16 % of the linear layers in bfloat16. They report
+# a loss close to that of FP8, and a worse one if any one part is left out. A long run of a large model may not forgive
+# what a short run of a small one does.
 #
 # **What stays in higher precision**, in published recipes: embeddings, the head, normalisations, the softmax of
 # attention, routers of experts, the first and last few blocks, and the float32 copy of the weights in the optimizer.
 # All of these are cheap, or their errors go into everything else.
 #
-# **Takeaway: in four bits it matters most that rounding has no bias. Weights get square blocks, gradients are rounded
-# stochastically, the operands of the weight gradient are rotated, and the head stays in higher precision. Judge a recipe
-# from the same start, beside a band of other starts.**
+# **Takeaway: in four bits it mattered most here that the rounding of gradients has no bias. Weights get square blocks,
+# gradients are rounded stochastically, the operands of the weight gradient are rotated, and the head stays in higher
+# precision. Judge a recipe from the same start, beside a band of other starts.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Both gaps are the same from the two starts, to about a thousandth of a nat. Ask what a longer run
-# would show: the gap of a bias grows as the true gradients become small beside it. People quantise `dy` and transpose
-# afterwards: the blocks then lie along the features, and the scales cannot be taken out of the sum.
+# *For the instructor.* Both gaps are the same from the two starts, to about three thousandths of a nat. Ask what a
+# longer run would show: the gap of a bias grows as the true gradients become small beside it. People quantise `dy` and
+# transpose afterwards: the blocks then lie along the features, and the scales cannot be taken out of the sum.
 
 # %% [markdown]
 # ## From here to GPUs and SLURM (core, 3 min)
 #
 # labcode trains in FP8 with one scale for each tensor or with the blocks of MXFP8 (`--fp8.recipe`, lesson 18). It does
 # not train with tiles of 128 or with NVFP4; what you have seen here is an emulation. Transformer Engine has both.
+# torchao has training in NVFP4 as a prototype since version 0.18, and torchtitan uses it.
 #
 # | here | Transformer Engine 2.20 | needs |
 # |---|---|---|
@@ -780,5 +782,6 @@ for seed in (0, 1):
 #   random Hadamard transforms, 12 billion parameters on 10 trillion tokens.
 # - Transformer Engine 2.20.0.dev0, `docs/features/low_precision_training`, August 2026: recipes, layouts, speedups.
 # - Gupta et al. 2015, *Deep Learning with Limited Numerical Precision*, arXiv:1502.02551: stochastic rounding.
+# - torchao, release notes of 0.18.0, and torchtitan, pull request 3914, 2026: training in NVFP4.
 # - DeepGEMM, issue 176: <https://github.com/deepseek-ai/DeepGEMM/issues/176>: bits of a sum on Blackwell.
 # - OCP, *Microscaling Formats (MX) Specification 1.0*, 2023: e2m1.
