@@ -176,7 +176,7 @@ hint("0.1")
 # ### Exercise 0.2 · The mean of everything
 #
 # Each rank holds some numbers, but not equally many. Return the mean over **all** of them, the same on every rank.
-# Leave the tensor that you are given as it is. In a collective all ranks must bring tensors of the same size. So think
+# Leave the tensor that you are given as it is. In an all-reduce all ranks must bring tensors of the same size. So think
 # first about what each rank has to tell the others, in as few numbers as possible.
 
 # %% tags=["exercise"]
@@ -239,7 +239,7 @@ print(f"all cores together: {measured_flops / 1e9:.0f} GFLOP/s")
 # %% [markdown]
 # A datasheet gives the same number for a GPU. `labcode.runtime.hardware` keeps a short table of such peaks, each with its
 # source. They hold for numbers of 16 bits (bfloat16), in which large models are trained; the measurement above used 32
-# bits, PyTorch's default. One TFLOP/s is 1,000 GFLOP/s.
+# bits, PyTorch's default. One TFLOP/s is 1,000 GFLOP/s, and one PFLOP/s is 1,000 TFLOP/s.
 
 # %% tags=["figure"]
 a100 = hardware.find("NVIDIA A100-SXM4-80GB")
@@ -255,7 +255,7 @@ plot.bars(tflops, cpus=f"{such_cpus:,.0f}", caption="00.peaks")
 # %% [markdown]
 # Training GPT-3 took 3.14e23 FLOPs (Brown et al. 2020, table D.1). How long would one machine need, and how long would
 # 1024 GPUs? For the CPU we take what we have measured. For a GPU we take 40 % of the datasheet's peak, which is what a
-# good training run reaches (Grattafiori et al. 2024 report 38 to 43 %, on up to 16,384 of them).
+# good training run reaches (Grattafiori et al. 2024 report 38 to 43 % for Llama 3 405B, on up to 16,384 H100).
 
 # %%
 gpt3_flops = 3.14e23
@@ -285,8 +285,9 @@ print(f"{num_h100:.0f} of them hold it, before they compute anything")
 
 # %% [markdown]
 # One GPU would need 25 years for the computation, and could not even hold the model. With 1024 of them it takes about
-# nine days, **if** they lose no time waiting for one another. Do they? NVIDIA has trained ten models on 32 to 3,072 A100,
-# each as large as its GPUs can hold, and published how many FLOP/s they reached (Narayanan et al. 2021, table 1).
+# nine days, **if** they lose no time waiting for one another. Do they? NVIDIA has timed the training of ten models on 32
+# to 3,072 A100, the larger models on more GPUs, and published the FLOP/s that they reached (Narayanan et al. 2021,
+# table 1).
 #
 # **Predict.** 32 of the GPUs do 4.4e15 FLOP/s together. How many do 3,072 of them do, 96 times as many?
 
@@ -314,11 +315,11 @@ plot.lines(
 )
 
 # %% [markdown]
-# They lose next to nothing: the larger models have larger matrix products, which run more efficiently, and that makes up
-# for the waiting. It took three ways of dividing a model at once, chosen well; 1,536 GPUs with a different choice
-# reached less than a third of this per GPU (table 2). This is what the course is about: how to divide a model and its
-# data over devices, what they must then tell each other, what that costs, and how to predict it before the cluster's
-# bill arrives.
+# Each of the 3,072 GPUs does even more than each of the 32: the larger models have larger matrix products, which run more
+# efficiently, and that outweighs the waiting. It took three ways of dividing the work at once, chosen well. On 1,536 GPUs
+# they reached 141 TFLOP/s per GPU with one model, and a different choice reached 44 with the same model (table 2). This
+# is what the course is about: how to divide a model and its data over devices, what they must then tell each other, what
+# that costs, and how to predict it before the cluster's bill arrives.
 #
 # **Takeaway: a large model is trained on many devices because it does not fit on one, and because one would take
 # decades.**
@@ -336,7 +337,7 @@ plot.lines(
 #
 # In the next experiment rank 0 multiplies matrices, first alone, then together with one other rank, then with all four
 # at once. Each rank computes with one thread, and so on one core at a time, because `Ranks` starts it with
-# `OMP_NUM_THREADS=1`, as torchrun does. As long as there are at least as many cores as ranks that compute, these do not
+# `OMP_NUM_THREADS=1`, as torchrun does. As long as there are at least as many cores as ranks that compute, these hardly
 # disturb each other. When there are fewer, they take turns: two ranks on one core get half of its time each. What counts
 # are the cores themselves, not the logical ones: two threads on one core share its units.
 #
@@ -385,8 +386,8 @@ work_per_s = {
 plot.bars(work_per_s, reference={f"{cores} cores": cores}, caption="00.cores")
 
 # %% [markdown]
-# The work of all ranks together rises until every core is busy. More ranks then add next to nothing. If the bars stay
-# well below the line, the cores of this machine are really threads that share one.
+# The work of all ranks together rises until every core is busy. More ranks then add little. If the bars stay well below
+# the line, something else ran on the machine, or what it calls cores are really threads that share one.
 #
 # So on this machine the labs show **what is computed and sent**, and that is exact. Where the time depends on a device
 # for each rank, the text says so, and gives the formula.
@@ -438,10 +439,10 @@ compare("loss of the first step", loss_guess, rows[0]["loss"], within=1.05, unit
 print(f"2 ranks, 80 steps, {seconds(done.seconds)} with starting and stopping")
 
 # %% [markdown]
-# The first loss is ln(vocabulary), the loss of a model that knows nothing. The metrics of the run are lines of JSON, one
-# for each logged step, so that any tool can read them. The same numbers are in TensorBoard: open its tile in JupyterLab's
-# launcher while a run is going. The dashed line in the picture is the **unigram entropy**: the best loss of a model that
-# knows how often each character occurs, and ignores the context. Below it, the model uses what came before.
+# The first loss is about ln(vocabulary), the loss of a model that knows nothing. The metrics of the run are lines of
+# JSON, one for each logged step, so that any tool can read them. The same numbers are in TensorBoard: open its tile in
+# JupyterLab's launcher while a run is going. The dashed line in the picture is the **unigram entropy**: the best loss of
+# a model that knows how often each token occurs, and ignores the context. Below it, the model uses what came before.
 
 # %% tags=["figure"]
 held_out = []
@@ -471,9 +472,9 @@ plot.curves(
 # %% [markdown]
 # ## 6. Broken on purpose (core, 3 min)
 #
-# With four processes there are four places to fail. The rank that fails first is rarely the one whose message you see
-# first: the others wait for it, lose the connection, and complain as well. Here rank 2 finds a bad value while the
-# others are already waiting for it.
+# With four processes there are four places to fail. The message that you see first is often not that of the rank that
+# failed first: the others wait for it, lose the connection, and complain as well. Here rank 2 finds a bad value while
+# the others are already waiting for it.
 
 # %% tags=["raises-exception"] raises="RankError: rank 2: ValueError: my batch holds a NaN"
 def fragile(rank):
@@ -485,9 +486,10 @@ ranks.run(fragile)
 
 # %% [markdown]
 # Read the line that begins with **RankError**. It names the rank that failed first, and that rank's own error, not the
-# broken connections that followed. Below it is the line where it happened on that rank. Tools on a cluster rarely do
-# this for you; lesson 01, section 7, shows what the raw messages look like. The failed call has ended all four
-# processes. The next call starts new ones in a fraction of a second, and says what was lost with the old ones:
+# broken connections that followed. Below it is the line where it happened on that rank. On a cluster, torchrun ends its
+# log with the rank that it saw fail first, below "Root Cause (first observed failure)"; `srun` alone does not sort the
+# messages. Lesson 01, section 7, shows how they look. The failed call has ended all four processes. The next call starts
+# new ones in a fraction of a second, and says what was lost with the old ones:
 
 # %% tags=["nbval-check-output"]
 def still_here(rank):
@@ -582,9 +584,10 @@ print(ranks.run(still_here))
 #   section 3.1: 16 bytes for each parameter.
 # - Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, table 4: 38 to 43 % of the peak of an H100.
 # - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*,
-#   arXiv:2104.04473, tables 1 and 2.
+#   arXiv:2104.04473, tables 1 and 2, and section 5.1: why the larger models reach more for each GPU.
 # - Peaks of GPUs: NVIDIA's datasheets, named next to each number in `labcode/runtime/hardware.py`.
-# - torchrun and its environment variables: docs.pytorch.org/docs/stable/elastic/run.html.
+# - torchrun and its environment variables: docs.pytorch.org/docs/stable/elastic/run.html. Its report of failures:
+#   docs.pytorch.org/docs/stable/elastic/errors.html.
 
 # %%
 ranks.close()

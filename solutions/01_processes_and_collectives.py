@@ -88,8 +88,8 @@ print("ranks 0 to 3 were the numbers", arrivals, "to arrive")
 # PyTorch itself counts with `add` how many processes have arrived: when the number reaches the world size, everybody is
 # there.
 #
-# The ranks of our pool met in the same way before this lesson began. The tensors themselves never pass through the
-# store: once two processes know each other's address, they talk directly.
+# The four ranks that `Ranks(4)` has started, our **pool**, met in the same way before this lesson began. The tensors
+# themselves never pass through the store: once two processes know each other's address, they talk directly.
 #
 # ### The same in a script
 #
@@ -127,7 +127,8 @@ done = launch.run("runs.hello", nproc=4)
 # **`--standalone`** says that this machine is all there is. torchrun then opens the store on a free port of its own and
 # gives the meeting a random name, so that two jobs on one machine cannot meet each other's ranks or fight for one port.
 # Other options of the rendezvous are ignored. PyTorch 2.13 does the same without the option if you name no port and no
-# second node. On two nodes the option is a mistake: each node would train alone (lesson 14).
+# second node. On two nodes the option is a mistake: each node would train alone, or with `--nnodes=2` wait in vain for
+# the other (lesson 14).
 #
 # Older instructions start with `python -m torch.distributed.launch`. It is deprecated, and calls the same code with one
 # difference: it also passes an argument to each script, `--local-rank=0` for the first rank of a machine. torchrun does
@@ -216,8 +217,8 @@ def pass_on(x, rank, p):
 check("1.0", pass_on, ranks)
 
 # %% [markdown]
-# All ranks ran the same lines, and the rank decided which part each did. That is how every program in this course is
-# written.
+# All processes had the same program, and the rank of each decided which lines it carried out. That is how every program
+# in this course is written.
 #
 # In training, the same patterns of messages come up again and again, and each has a name. A **collective** is an
 # operation that a whole set of ranks takes part in: all of them call the same function, in the same order, with tensors
@@ -327,7 +328,7 @@ print("and", swapped, "after all_to_all")
 #
 # ### Groups: whose number is it?
 #
-# So far all ranks took part. Every function takes the group of all ranks, the world, if you give it none. A group of
+# So far all ranks took part. A function that is given no group uses the group of all ranks, the **world**. A group of
 # some ranks is made by `dist.new_group`, which **all** ranks call, also those that will not be in it.
 #
 # Within a group the ranks are numbered anew, from 0. So in a group of the ranks 1, 2 and 3, rank 1 has the number 0.
@@ -357,8 +358,8 @@ print("and", swapped, "after all_to_all")
 # ## 3. A star and a ring (core, 9 min)
 #
 # How would you add up a tensor of n bytes over p ranks? The obvious way is a **star**: all ranks send their tensors to
-# rank 0, which adds them up and sends the sum back. That works, but rank 0 alone receives (p - 1) n bytes and sends as
-# many, while the others wait.
+# rank 0, which adds them up and sends the sum back to each of them. That works, but all bytes pass through rank 0, while
+# the others wait.
 #
 # The **ring** has no such centre. Each rank sends only to its right neighbour, and receives only from its left
 # neighbour. The tensor is cut into p chunks. In each step every rank passes one chunk on, and all ranks do so at the
@@ -379,7 +380,7 @@ plot.ring(4, caption="01.ring")
 #   picture of reduce-scatter.
 # - **Steps 4 to 6 are an all-gather.** The finished chunks go round once more, and now they are copied.
 #
-# In each of the 2 (p - 1) steps, a rank sends one chunk, which is n / p bytes.
+# In each step, of either kind, a rank sends one chunk.
 #
 # **Predict.** Four ranks add up a tensor of 1 MiB, which is 2²⁰ bytes. How many bytes does rank 0 send as the centre of
 # a star? How many bytes does it send on the ring? (Write numbers of bytes: `5 * 2**20` stands for 5 MiB.)
@@ -413,8 +414,9 @@ print(f"all ranks together send {sum(ring_bytes):,} bytes on the ring")
 
 # %% [markdown]
 # The ring does not save a single byte: both ways send 2 (p - 1) n bytes in all. But on the ring every rank sends the
-# same share, and all links are busy at the same time. A rank sends 2 (p - 1)/p · n bytes: 1.5 n with four ranks, and
-# never more than 2 n, however many ranks there are. On a star of 1024 ranks, rank 0 would send 1023 n.
+# same share, and all links are busy at the same time. In each of the 2 (p - 1) steps a rank sends a chunk of n/p bytes.
+# That makes 2 (p - 1)/p · n bytes: 1.5 n with four ranks, and never more than 2 n, however many ranks there are. In the
+# centre of a star, rank 0 sends (p - 1) n, which is 1023 n with 1024 ranks.
 #
 # Can it be done with fewer bytes? As long as only the ranks themselves add, it cannot: in any such method some rank
 # sends at least 2 (p - 1)/p · n (Patarasuk and Yuan 2009). Some networks have switches that add the numbers on their
@@ -536,7 +538,7 @@ print(f"four ranks on a ring:        {4 * 1.5 * 4 * 2**20 / 1e6:.2f} MB")
 
 # %% [markdown]
 # The device counted the 6 n bytes of a ring, and a little more: each packet has a header, and other programs use the
-# device too.
+# device too. A star would have sent as many in all; that gloo uses a ring is written in its source (see Sources).
 #
 # **Takeaway: the ring is p - 1 steps of adding and p - 1 steps of copying. PyTorch's all-reduce on CPUs sends the same
 # number of bytes as yours.**
@@ -703,8 +705,9 @@ plot.lines(
 #
 # Small tensors scatter around the model: α comes from 64 calls in a row, and each point here is a single call after a
 # barrier, which the ranks do not leave all at the same time. In the middle the points can lie below it, since the model
-# does not know that gloo cuts a tensor into pieces and adds up one piece while the next is on its way. It also leaves
-# out that on this machine four ranks share the cores that copy every byte, while on a cluster each has its own.
+# does not know that gloo cuts a tensor into pieces and adds up one piece while the next is on its way. Large tensors can
+# lie above it: the largest one fixed β a moment ago, and where it takes longer now, the machine is probably busier. The
+# model also leaves out that here four ranks share the cores that copy every byte, while on a cluster each has its own.
 #
 # And your ring? It is a dozen lines of Python, while PyTorch's all-reduce on CPUs is a library in C++.
 #
@@ -738,7 +741,8 @@ print(f"my ring takes {large:.1f} times as long for 16 MiB, and {small:.1f} for 
 
 # %% [markdown]
 # For a large tensor the time goes into moving the bytes and adding them up, and your ring moves as many as theirs. The
-# lines of Python cost some microseconds a step, which only a small tensor notices. The algorithm decides, not the
+# lines of Python cost some microseconds a step. Only a small tensor can notice that, and only where α is not much
+# longer: where it is hundreds of microseconds, the small tensor takes about as long too. The algorithm decides, not the
 # language.
 #
 # A model has hundreds of gradients, and many of them are small. Is it better to send 64 tensors of 16 KiB one by one,
@@ -760,8 +764,8 @@ model_ratio = 64 * one_small_s / one_large_s
 print(f"by the model {model_ratio:.0f} times, measured {ratio:.0f} times")
 
 # %% [markdown]
-# The 64 small tensors have as many bytes as the large one, but their calls pay the latency 64 times. (More than 64
-# times as long is possible only where the large call lies below the model.)
+# The 64 small tensors have as many bytes as the large one, but their calls pay the latency 64 times. (By the model they
+# cannot take more than 64 times as long. Where yours do, the two measurements scatter.)
 #
 # **Takeaway: below p α β bytes you pay for the number of messages, and above it for their bytes. So small tensors
 # should travel together.** Section 1 of lesson 05 builds on this.
@@ -914,7 +918,7 @@ check("1.4", mean_loss, ranks)
 # a GPU of its own, `torch.device("cuda", int(os.environ["LOCAL_RANK"]))`; torchrun sets `LOCAL_RANK` as well.
 # `init_process_group` does not read the variables of SLURM, which have different names. `world = bootstrap.start()` from
 # `labcode.comm` reads those of torchrun and of srun, and chooses `world.device` and the backend. (Under srun the job
-# script has to set `MASTER_ADDR` and `MASTER_PORT`: lesson 14, section 2.) What changes is α and β.
+# script has to set `MASTER_ADDR` and `MASTER_PORT`: lesson 14, section 2.) What changes are α and β.
 #
 # NCCL does not send everything round one ring. It makes several at once, so that all links of a GPU and all network
 # adapters of a node carry a part of the tensor: a node of eight GPUs with an adapter each sends through all eight. For
@@ -985,6 +989,8 @@ check("1.4", mean_loss, ranks)
 #   a message takes α + n β.
 # - Patarasuk, Yuan 2009, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, JPDC 69(2), doi
 #   10.1016/j.jpdc.2008.09.002: the ring, and why some rank must send at least as much.
+# - gloo's all-reduce is a ring unless another algorithm is asked for: github.com/facebookincubator/gloo,
+#   `gloo/allreduce.cc`.
 # - Times and bus bandwidth on A100, and what its NVLinks carry: S. Bekman, *Machine Learning Engineering*,
 #   network/README.md, github.com/stas00/ml-engineering, measured with nccl-tests.
 # - Rings and trees in NCCL: S. Jeaugey 2019, *Massively Scale Your Deep Learning Training with NCCL 2.4*, NVIDIA's

@@ -229,8 +229,8 @@ plot.off_one_process(cases, one_process)
 # %% [markdown]
 # The figure shows how far the mean loss of the four ranks is from the loss of one process. The two correct runs differ
 # only in the last bits of a float64, because sums are taken in a different order. The two wrong runs are off by more
-# than a hundredth from the second step on. About fourteen powers of ten lie between right and wrong, yet a plot of the
-# losses alone would hardly show it, since all four runs learn.
+# than a hundredth of a nat from the second step on. More than thirteen powers of ten lie between right and wrong, yet a
+# plot of the losses alone would hardly show it, since all four runs learn.
 #
 # **Takeaway: equal weights at the start, and the mean gradient in each step. Then every rank holds the model of one
 # process, after any number of steps.**
@@ -407,9 +407,9 @@ compare("SGD", sgd_step_too_long, times_too_long(torch.optim.SGD), within=1.001)
 compare("AdamW", adamw_step_too_long, times_too_long(torch.optim.AdamW), within=1.01)
 
 # %% [markdown]
-# With SGD the mistake acts like a learning rate that is four times as high, and you notice it. AdamW hides it, because
-# a constant factor cancels. So it can survive in a script for a long time, until somebody adds gradient clipping, which
-# compares the length of the gradient with a fixed number.
+# With SGD the mistake acts like a learning rate that is four times as high, and you are likely to notice it. AdamW hides
+# it, because a constant factor cancels. So it can survive in a script for a long time, until somebody adds gradient
+# clipping, which compares the length of the gradient with a fixed number.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 4.3 · Accumulate, then average once
@@ -440,6 +440,10 @@ def accumulated_gradients(model, inputs, targets, num_micro_batches, group):
 check("4.3", accumulated_gradients, ranks)
 
 # %% [markdown]
+# Dividing by m is right because all micro-batches have the same size. Where they differ, for example in the number of
+# tokens that count, section 3 applies again: add up the losses, and divide by the count of the whole step (lesson 07,
+# section 6).
+#
 # **Takeaway: with m micro-batches, divide each loss by m and send the gradients once, at the end.** Lesson 05, section
 # 5, shows the same loop for DDP.
 
@@ -577,9 +581,9 @@ print(f"bytes for each parameter: {alone} on one rank, {by_rank} on four")
 plot.copies(4, caption="04.copies")
 
 # %% [markdown]
-# Four GPUs with data parallelism hold no larger model than one, so data parallelism alone ends at a few billion
-# parameters. The third part of this course is about what comes next: sharding the matrices inside each layer, the
-# sequences, the list of layers, or the optimizer's state, so that each rank keeps only a part.
+# Four GPUs with data parallelism hold no larger model than one, so on such GPUs data parallelism alone ends at a few
+# billion parameters. The third part of this course is about what comes next: sharding the matrices inside each layer,
+# the sequences, the list of layers, or the optimizer's state, so that each rank keeps only a part.
 #
 # **Takeaway: data parallelism divides the batch and nothing else. Each rank pays 16 bytes for every parameter.**
 
@@ -969,8 +973,8 @@ check("4.5", run)
 #
 # ## Sources
 #
-# - Goyal et al. 2017, *Accurate, Large Minibatch SGD*, arXiv:1706.02677, section 2.3: pitfalls of distributed SGD,
-#   among them shares of different sizes and shuffling.
+# - Goyal et al. 2017, *Accurate, Large Minibatch SGD*, arXiv:1706.02677, section 3: pitfalls of distributed SGD, among
+#   them what the loss is divided by when gradients are added up, and shuffling.
 # - Li et al. 2020, *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, arXiv:2006.15704: what
 #   DDP does.
 # - Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054, section 3.1: where the 16 bytes of mixed-precision training come
