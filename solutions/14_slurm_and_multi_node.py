@@ -1034,8 +1034,9 @@ print(l14_hang.stacks(folder))
 #
 # The eighth rank was in `forward` and in no collective at all. The model was a mixture of experts, in which the data
 # decide which layers a rank uses, and its weights were sharded: to use a layer, all ranks have to gather its weights
-# together, and a rank that does not use it does not take part. Here the stacks alone are enough: look for the one that
-# differs.
+# together, and a rank that does not use it does not take part. (DeepSpeed's cure is `set_z3_leaf_modules`: all experts
+# of a layer are gathered as one, on every rank. Newer versions do that by themselves for Mixtral and some other
+# models.) Here the stacks alone are enough: look for the one that differs.
 #
 # A stack shows one moment only. And on a GPU a call returns before it is done, so a rank may already be somewhere else
 # when it gets stuck. The flight recorder knows the history of each rank.
@@ -1330,7 +1331,8 @@ lab.close()
 #   Gbit/s: arXiv:2407.21783, section 3.3.1.
 # - Flight recorder: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html.
 # - The watchdog's message: https://github.com/hiyouga/LlamaFactory/issues/7396; the stacks of py-spy:
-#   https://github.com/huggingface/accelerate/issues/3104, and why such a model hangs:
-#   https://github.com/deepspeedai/DeepSpeed/issues/4808; py-spy itself: https://github.com/benfred/py-spy.
+#   https://github.com/huggingface/accelerate/issues/3104, why such a model hangs, and the cure:
+#   https://github.com/deepspeedai/DeepSpeed/issues/4808, https://github.com/deepspeedai/DeepSpeed/pull/4966,
+#   https://github.com/deepspeedai/DeepSpeed/pull/7604; py-spy itself: https://github.com/benfred/py-spy.
 # - 127.0.1.1 in `/etc/hosts`: Debian Reference, section 5.1.1,
 #   https://www.debian.org/doc/manuals/debian-reference/ch05.en.html.
