@@ -102,8 +102,8 @@ if log:
 
 # %% [markdown]
 # `sinfo` lists the nodes and their state. They belong to a **partition**, a queue with limits of its own; this one is
-# called `debug`. The two counts show what goes wrong most often in the first week: a training run started without
-# `srun` stays on one node, while the others idle and are paid for.
+# called `debug`. The two counts show a common mistake of the first week: a training run that is started without `srun`
+# stays on one node, while the others idle and are paid for.
 #
 # Now let us fill the queue. Jobs start in the order of their priority, here in the order of submission. But a later job
 # may overtake a waiting one, if this does not delay it. SLURM can decide that, because each job has a time limit and is
@@ -639,12 +639,14 @@ print(text[text.index("srun --kill") : text.index("# A run that SLURM")])
 #
 # - **Others may end a job.** `scontrol requeue` would bring back a job that somebody has just cancelled, so the script
 #   asks SLURM first. And on some clusters a job with a higher priority may take away the nodes of a running job. This
-#   is called **preemption**. SLURM announces it with the signal `TERM`, but to the tasks only. `hand_down` treats
-#   `TERM` as the same request.
+#   is called **preemption**. If the site grants a grace time, SLURM announces it with the signal `TERM`, but to the
+#   tasks only. `hand_down` treats `TERM` as the same request.
 # - **A last attempt.** A bug that stops every attempt early would send the job back into the queue for ever.
 #   `SLURM_RESTART_COUNT` says how often the job has been requeued, and after 20 attempts the script gives up.
 # - **torchrun** is one more reason for `hand_down`. SLURM knows torchrun, but on most clusters not the ranks below it,
-#   and torchrun dies of `USR1`. `hand_down` finds the ranks. `python -m labcode.slurm.hand_down` prints it.
+#   and torchrun dies of `USR1`. (In PyTorch 2.13 its option `--signals-to-handle` lets it pass on a signal that you
+#   name. But then it kills the ranks after `--shutdown-timeout` seconds, by default 30, and ends with an error even if
+#   all of them have saved.) `hand_down` finds the ranks. `python -m labcode.slurm.hand_down` prints it.
 # </details>
 #
 # A node that fails sends no signal. That is what `--checkpoint.every` is for: the job begins again at the last
@@ -736,12 +738,14 @@ compare("weights in the end", weights_in_the_end, found, options=("same", "other
 print(*outputs, sep="\n")
 
 # %% [markdown]
-# Without the all-reduce rank 1 would leave, and rank 0 would wait for it in the backward of step 13. The extra
-# all-reduce of one number costs some microseconds; where that counts, do it in every tenth step. After the loop the
-# program ends with exit code 0, and the script decides about the requeue, as in exercise 14.3. Megatron-LM has a way
-# without a signal, too: with `--exit-duration-in-mins 1190` it checks its own clock after each step, saves and ends.
-# That clock starts with the program and not with the job, so leave room. (Here `torch.save` overwrites the only
-# checkpoint. If the job dies in the middle of it, none is left; lesson 17, section 2, does it better.)
+# Without the all-reduce rank 1 would leave alone, and rank 0 would miss it in the backward of step 13: gloo would
+# report a lost connection, NCCL might wait until its time-out, and nobody would have saved. The extra all-reduce of one
+# number costs little, but on a GPU `.item()` also makes the program wait until the GPU is done; where that counts, do it
+# in every tenth step. After the loop the program ends with exit code 0, and the script decides about the requeue, as in
+# exercise 14.3. Megatron-LM has a way without a signal, too: with `--exit-duration-in-mins 1190` it checks its own
+# clock after each step, saves and ends. That clock starts with the program and not with the job, so leave room. (Here
+# `torch.save` overwrites the only checkpoint. If the job dies in the middle of it, none is left; lesson 17, section 2,
+# does it better.)
 #
 # **Takeaway: with a trap, a second wait and a requeue, a run may be longer than any time limit. The ranks agree on the
 # step after which they stop, and all attempts need the same folder.**
@@ -756,10 +760,10 @@ print(*outputs, sep="\n")
 # %% [markdown]
 # ## 4. What the second node costs (core, 13 min)
 #
-# Inside a node the ranks communicate over memory or NVLink, a direct link between GPUs; between nodes over a network,
-# which may be Ethernet or **InfiniBand**, a faster one that is made for clusters. We train a small GPT with plain data
-# parallelism on two nodes, with one rank on each. In every step the ranks all-reduce the gradients of 4 bytes, in a
-# ring (lesson 01, section 3).
+# Inside a node the ranks communicate over memory or NVLink, a direct link between GPUs; between nodes over a network.
+# That may be **InfiniBand**, which is made for clusters, or Ethernet, which is as fast only with cards and switches
+# made for it (**RoCE**). We train a small GPT with plain data parallelism on two nodes, with one rank on each. In every
+# step the ranks all-reduce the gradients of 4 bytes, in a ring (lesson 01, section 3).
 #
 # The network between our nodes is only emulated, and too fast to matter. So we slow it down while the job runs, first
 # to 200 and then to 100 Mbit/s, which is 100/8 million bytes per second. The model has 811,520 parameters. The
@@ -836,13 +840,15 @@ plot.lines(
 # as long. Something is wrong: the network itself, or the algorithm to which NCCL switches at this size (`NCCL_ALGO` and
 # `NCCL_PROTO` choose another one, to find out). No loss curve would ever show it. So run nccl-tests first on a new
 # cluster, inside a node and between nodes, with messages as large as yours. For an InfiniBand card of 400 Gbit/s, which
-# is 50 GB/s, NVIDIA's developers expect 46 to 48 GB/s; a node with eight such cards can show up to eight times as much.
+# is 50 GB/s, NVIDIA's developers expect 46 to 48 GB/s, and for a node with eight such cards eight times as much.
+# Between just two nodes set `NCCL_ALGO=RING` for this test: by default NCCL may first sum inside each node, and then
+# `busbw`, whose factor is that of a ring, comes out above what the cards can carry.
 #
 # Why would a network be that slow? Often the ranks use a different network than you think. With `NCCL_DEBUG=INFO`, NCCL
 # says what it uses. **The log below is made up, in NCCL's form**, for two nodes of four GPUs, since we have none here.
 # NCCL arranges the ranks in a ring, 0 to 7, and for each link it names the **transport**: `P2P` from GPU to GPU
-# (`P2P/IPC` in older logs), `SHM` through the host's memory, `NET/IB` over InfiniBand, or `NET/Socket` over TCP and the
-# CPU.
+# (`P2P/CUMEM`, or `P2P/IPC` in older logs), `SHM` through the host's memory, `NET/IB` over InfiniBand or RoCE, or
+# `NET/Socket` over TCP and the CPU.
 #
 # The ranks 0 to 3 are on the first node, the ranks 4 to 7 on the second, so two links of the ring leave a node: 3 to 4,
 # and 7 to 0.
@@ -908,9 +914,9 @@ Path("runs/hello.py").write_text(HELLO)
 lab.hello()
 
 # %% [markdown]
-# **First fault.** Debian's installer writes the line `127.0.1.1 own-name` into each machine's `/etc/hosts`. We do that
-# on our nodes, and name no interface. A rank now looks up its own host name and tells the others what it found: *reach
-# me at 127.0.1.1*. But addresses that begin with 127 mean "myself" on every machine.
+# **First fault.** Debian's installer writes the line `127.0.1.1 own-name` into `/etc/hosts` if a machine has no fixed
+# address. We do that on our nodes, and name no interface. A rank now looks up its own host name and tells the others
+# what it found: *reach me at 127.0.1.1*. But addresses that begin with 127 mean "myself" on every machine.
 
 # %%
 with lab.fault("name"):
@@ -1018,8 +1024,8 @@ print(l14_hang.stacks(folder))
 # %% [markdown]
 # Such a list of calls, from the innermost to the outermost, is called a **stack**. Rank 0 waits in `evaluate`, rank 1
 # in `train_step`: they wait for each other, in different calls. At work `py-spy dump --pid PID` gives you the stacks of
-# a running job on its node, without any preparation. This is what seven of eight ranks showed in a published case,
-# issue 3104 of accelerate (shortened):
+# a running job on its node, without a change to the program (in a container only with the right to trace,
+# `SYS_PTRACE`). This is what seven of eight ranks showed in a published case, issue 3104 of accelerate (shortened):
 #
 #     Thread 3293 (active): "MainThread"
 #         all_gather_coalesced (deepspeed/runtime/zero/partition_parameters.py:1254)
@@ -1028,8 +1034,9 @@ print(l14_hang.stacks(folder))
 #
 # The eighth rank was in `forward` and in no collective at all. The model was a mixture of experts, in which the data
 # decide which layers a rank uses, and its weights were sharded: to use a layer, all ranks have to gather its weights
-# together, and a rank that does not use it does not take part. Here the stacks alone are enough: look for the one that
-# differs.
+# together, and a rank that does not use it does not take part. (DeepSpeed's cure is `set_z3_leaf_modules`: all experts
+# of a layer are gathered as one, on every rank. Newer versions do that by themselves for Mixtral and some other
+# models.) Here the stacks alone are enough: look for the one that differs.
 #
 # A stack shows one moment only. And on a GPU a call returns before it is done, so a rank may already be somewhere else
 # when it gets stuck. The flight recorder knows the history of each rank.
@@ -1180,11 +1187,12 @@ compare("cheapest on", cheapest_on, cheapest, within=1, unit="node")
 print("\n".join(scaling.table(runs)))
 
 # %% [markdown]
-# The table is that of `python -m labcode.run.scaling runs/weak_scaling-*`. Read it as two columns that pull in
-# opposite directions. **Samples a second** grow with the nodes, as far as there is hardware: on a laptop with two cores
-# the third node has no core of its own, and on a cluster the network takes its share. **The loss after the same
-# samples** gets worse, because fewer steps were made with them. The time to a loss is what remains of both, and the
-# cost in rank-seconds can only rise: the smallest run wastes nothing.
+# The table is that of `python -m labcode.run.scaling runs/weak_scaling-*`. Read it as two columns that pull in opposite
+# directions. **Samples a second** grow with the nodes, as far as there is hardware: on a laptop with two cores the
+# third node has no core of its own, and on a cluster the network takes its share. **The loss after the same samples**
+# gets worse, because fewer steps were made with them. The time to a loss is what remains of both. The cost in
+# rank-seconds usually rises, since a batch n times as large saves at most a factor of n in steps, and often less. (Each
+# row is a single run. Another seed moves such losses too, so do not rank runs by the last digits.)
 
 # %% tags=["figure"]
 curves = {}
@@ -1306,20 +1314,25 @@ lab.close()
 #
 # - SLURM: https://slurm.schedmd.com/sbatch.html (directives, `--signal`), https://slurm.schedmd.com/srun.html,
 #   https://slurm.schedmd.com/scontrol.html (requeue), https://slurm.schedmd.com/sched_config.html (backfill),
-#   https://slurm.schedmd.com/salloc.html, https://slurm.schedmd.com/sacct.html.
+#   https://slurm.schedmd.com/preempt.html (grace time), https://slurm.schedmd.com/salloc.html,
+#   https://slurm.schedmd.com/sacct.html.
 # - One script for many runs, and the runs on 1 and 16 nodes: NERSC, *SC25 Deep Learning at Scale Tutorial*,
 #   https://github.com/NERSC/sc25-dl-tutorial. The launcher on each node: NVIDIA DLI, *Multi-Node Distributed Training
 #   Strategies*, section 3.5.
 # - Containers: https://github.com/NVIDIA/pyxis, https://apptainer.org/docs/user/latest/gpu.html.
-# - torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html.
+# - torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html; what it does with signals: `torchrun --help`, and
+#   `run` in https://github.com/pytorch/pytorch/blob/main/torch/distributed/elastic/agent/server/api.py.
 # - NCCL's variables: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; what happens if ranks disagree
 #   on the size: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/collectives.html.
 # - Bus bandwidth: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. The two lines of section 4:
 #   https://github.com/NVIDIA/nccl/issues/1453; what to expect of a card of 400 Gbit/s:
-#   https://github.com/NVIDIA/nccl-tests/issues/290.
+#   https://github.com/NVIDIA/nccl-tests/issues/290, of eight of them: https://github.com/NVIDIA/nccl-tests/issues/319,
+#   and why two nodes can show more: https://github.com/NVIDIA/nccl-tests/issues/196. RoCE and InfiniBand, both at 400
+#   Gbit/s: arXiv:2407.21783, section 3.3.1.
 # - Flight recorder: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html.
 # - The watchdog's message: https://github.com/hiyouga/LlamaFactory/issues/7396; the stacks of py-spy:
-#   https://github.com/huggingface/accelerate/issues/3104, and why such a model hangs:
-#   https://github.com/deepspeedai/DeepSpeed/issues/4808; py-spy itself: https://github.com/benfred/py-spy.
+#   https://github.com/huggingface/accelerate/issues/3104, why such a model hangs, and the cure:
+#   https://github.com/deepspeedai/DeepSpeed/issues/4808, https://github.com/deepspeedai/DeepSpeed/pull/4966,
+#   https://github.com/deepspeedai/DeepSpeed/pull/7604; py-spy itself: https://github.com/benfred/py-spy.
 # - 127.0.1.1 in `/etc/hosts`: Debian Reference, section 5.1.1,
 #   https://www.debian.org/doc/manuals/debian-reference/ch05.en.html.

@@ -13,10 +13,10 @@
 # %% [markdown]
 # # 17 · Surviving failures
 #
-# A long training run on many GPUs does not get by without a failure: in the largest jobs some GPU, cable or node breaks
-# every three hours. Since all ranks wait for each other, one broken part stops them all. You cannot prevent this, but
-# you can lose little each time, minutes instead of days. In this lesson you find out what a failure costs, write the
-# parts that make it cheap, and watch real processes die and come back.
+# A long training run on many GPUs does not get by without a failure: Llama 3, on 16,384 GPUs, was interrupted every
+# three hours. Since all ranks wait for each other, one broken part stops them all. You cannot prevent this, but you can
+# lose little each time, minutes instead of days. In this lesson you find out what a failure costs, write the parts that
+# make it cheap, and watch real processes die and come back.
 #
 # ## Goals
 #
@@ -206,9 +206,9 @@ left = 1 / 0.9 - 1 - costs["saving"] - costs["lost work"]
 print(f"a goodput of 90 % leaves a restart {left * mtbf_s / MINUTE:.0f} minutes")
 
 # %% [markdown]
-# Meta reports that more than 90 % of the time was effective. With C = 3 s and R = 10 minutes this follows. It also
-# limits what R can have been: a goodput of 90 % is an overhead of 11 %. If our C is right, saving and lost work take 2
-# of these 11, so at most 9 % of M, which is 16 minutes, is left for each restart. Nobody can do this by hand 419 times,
+# Meta reports that more than 90 % of the time was effective. Our number agrees, but R was a guess. The report limits
+# what R can have been: a goodput of 90 % is an overhead of 11 %. If our C is right, saving and lost work take 2 of
+# these 11, so at most 9 % of M, which is 16 minutes, is left for each restart. Nobody can do this by hand 419 times,
 # which is why it was automated.
 #
 # Here is the overhead over the interval, with C = 3 s, and with C = 60 s for a cluster with a slower file system.
@@ -240,12 +240,12 @@ plot.lines(
 )
 
 # %% [markdown]
-# Both minima are **flat**: half or twice the best interval costs little more. What counts is C. At Young's interval,
-# saving and lost work together cost $2\sqrt{C/(2M)}$ of the work, so to halve that, C has to become four times shorter.
-# This is why large runs save **in the background**: the ranks stand still only until the tensors are copied into the
-# memory of their node, and a thread writes the files while training goes on. In labcode this is
-# `--checkpoint.in_background`. Such a checkpoint counts only when its files are written; until then, a failure leads
-# back to the one before.
+# Both minima are **flat**: by the formula, at half or twice the best interval saving and lost work cost only a quarter
+# more. What counts is C. At Young's interval, saving and lost work together cost $2\sqrt{C/(2M)}$ of the work, so to
+# halve that, C has to shrink to a quarter. This is why large runs save **in the background**: the ranks stand still
+# only until the tensors are copied into the memory of their node, and a thread writes the files while training goes on.
+# In labcode this is `--checkpoint.in_background`. Such a checkpoint counts only when its files are written; until then,
+# a failure leads back to the one before.
 #
 # <details><summary>The curves of the figure, Daly's formula, and his interval</summary>
 #
@@ -573,8 +573,9 @@ check("17.3", train)
 # ## 4. An end with notice, and another number of GPUs (core, 31 min)
 #
 # Not every end comes without a warning. A job reaches its time limit, or a job with a higher priority takes its nodes
-# away. SLURM calls that **preemption**. In both cases the ranks get a signal some time before: `SIGTERM`, or
-# `SIGUSR1` with the script of lesson 14, section 3, in which you have passed it on to the ranks.
+# away. SLURM calls that **preemption**. In both cases the ranks can get a signal some time before. Before a preemption
+# it is `SIGTERM`, if the site grants a grace time. Before the time limit it is `SIGUSR1`, which your script of lesson
+# 14, section 3, has asked for and passed on to the ranks.
 #
 # Each rank remembers the signal, finishes its step, and agrees with the others that this was the last one. Then they
 # save and end with exit code 0. Nothing is lost if the **notice** is longer than a step and a save. Otherwise a
@@ -755,8 +756,8 @@ for place, what in enumerate(("weight", "moments")):
 # %% [markdown]
 # `dcp.async_save` writes in the background: it returns as soon as the tensors are copied into the memory of the host.
 # On GPUs it needs a process group that has gloo beside NCCL, made with `init_process_group("cpu:gloo,cuda:nccl")`. DCP
-# syncs its files and gives `.metadata` its name last. It writes no checksums and removes no old checkpoints, so a good
-# part of section 2 is still yours.
+# syncs its files and gives `.metadata` its name last. It compares no checksums when it reads, and removes no old
+# checkpoints, so a good part of section 2 is still yours.
 #
 # labcode uses DCP as well, and tells it which boxes a rank has. There may be several: of a fused query, key and value
 # weight, a rank of tensor parallelism has some rows of each third.
@@ -876,8 +877,8 @@ for name in names[names.index("blocks.1.norm2") : names.index(first) + 1]:
 
 # %% [markdown]
 # A deviation of $10^{34}$ is finite, but its square is infinite in float32. By the formula the standard deviation would
-# then be infinite and the output 0. But PyTorch sums the squares in pieces and combines them, and on the way infinity
-# is multiplied by 0, which is NaN.
+# then be infinite and the output 0. But on a CPU PyTorch sums the squares in pieces and combines them, and on the way
+# infinity is multiplied by 0, which is NaN.
 #
 # The module that shows the first NaN is not the broken one. So look not for the first NaN but for the first **jump**:
 # three lines earlier, at `up`, the output grew by 36 orders of magnitude. Keep such a table of a healthy step, and
@@ -949,9 +950,10 @@ for rank, (loss, norm, weights) in enumerate(rows):
 # - **Gradient norms before the all-reduce** show a large error: if the highest bit of the exponent were flipped here,
 #   only the norm of rank 2 would be NaN. They do not show a small one.
 # - **The same batch on two ranks** must give the same gradients, to the bit, if the computation is deterministic. (On
-#   GPUs this takes `torch.use_deterministic_algorithms(True)`.) This finds any error, but costs a second backward pass,
-#   so it is done once in many steps, or when something looks odd. Google found such hardware by replaying steps.
-#   Megatron can run a step again, too, and Megatron Bridge calls that experimental.
+#   GPUs this takes `torch.use_deterministic_algorithms(True)` and GPUs of one type.) It finds every error that shows
+#   in one of the two runs, however small, but costs a second forward and backward pass, so it is done once in many
+#   steps, or when something looks odd. Google found such hardware by replaying steps. Megatron can run a step again,
+#   too, and Megatron Bridge calls that experimental.
 #
 # When a pair of ranks disagrees, which of the two is broken?
 
@@ -1131,7 +1133,7 @@ check("17.6", make_plan)
 # | health checks | a second failure right after the first | each node runs matmuls and collectives for a minute before the ranks start |
 # | a time-out of minutes | the restart R | a hang is noticed in minutes and not after half an hour |
 # | restart in the job | the restart R | torchrun starts the ranks again without giving the nodes back to SLURM |
-# | checkpoints in the memory of a peer | C, and the lost work | each node keeps a copy of a neighbour's state (Gemini) |
+# | checkpoints in the memory of a peer | C, and the lost work | each node keeps a copy of a neighbour's state (the system GEMINI of 2023, not Google's model) |
 # | restart in the process | the restart R | Python and CUDA are not started again (NVRx, section 3) |
 # | recovery in each step | the lost work, and R | the other replicas go on, and a new one copies their weights (torchft) |
 #
@@ -1217,12 +1219,13 @@ check("17.6", make_plan)
 # - Silent data corruption: Gemini Team 2023, arXiv:2312.11805, section 3; Ma et al. 2025, Understanding Silent Data
 #   Corruption in LLM Training, arXiv:2502.12340.
 # - Chowdhery et al. 2022, PaLM: arXiv:2204.02311, section 5.1 (loss spikes).
-# - Jiang et al. 2024, MegaScale: arXiv:2402.15627, section 4 (finding the rank that hangs).
+# - Jiang et al. 2024, MegaScale: arXiv:2402.15627, section 5.2 (finding the rank that hangs).
 # - Wang et al. 2023, *Gemini: fast failure recovery with in-memory checkpoints*: doi:10.1145/3600006.3613145.
 # - torchft, recovery in each step: https://github.com/meta-pytorch/torchft.
 # - NVIDIA Resiliency Extension: https://github.com/NVIDIA/nvidia-resiliency-ext; how mature each of its parts is, and
 #   running a step again: https://docs.nvidia.com/nemo/megatron-bridge/0.4.0/training/resiliency.html.
-# - torchrun, restarts and elastic runs: https://docs.pytorch.org/docs/stable/elastic/run.html.
+# - torchrun, restarts and elastic runs: https://docs.pytorch.org/docs/stable/elastic/run.html; SLURM's grace time:
+#   https://slurm.schedmd.com/preempt.html.
 # - torch.distributed.checkpoint: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html.
 # - How LayerNorm joins partial variances on a CPU:
 #   https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cpu/moments_utils.h.
