@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 11 · Context parallel: the ring
 #
-# Some sequences are too long for one GPU, even one at a time: whole books, videos, the weather of a month. Then the
+# Some sequences are too long for one GPU, even one at a time: whole books, videos, a month of weather. Then the
 # sequence itself is cut, and each rank holds a part of the tokens from the first layer to the loss. Attention is the
 # only layer that looks at other tokens, and in this lesson you write an attention that does so without ever having the
 # whole sequence in one place: the **ring**.
@@ -333,13 +333,14 @@ compare("it overlaps", overlapped_ms, found_ms, unit="ms", within=1.2)
 # way and run the check of exercise 11.2 again. It accepts both.) So a message costs nothing as long as the block is the
 # longer one. When is it? A part of T = S/p tokens with h features takes 4 T h bytes in 16-bit numbers, keys and values
 # together. The scores of a full block (`all` in the picture) and their product with the values take 4 T² h FLOPs. That
-# makes T FLOPs for each byte that is sent, however wide the model is. On a GPU that reaches Φ FLOP/s in its attention
-# kernel, and a link of β bytes per second, a message of forward hides from
+# makes T FLOPs for each byte that is sent, however wide the model is. Say a GPU reaches Φ FLOP/s in its attention
+# kernel, and its link carries β bytes per second. Then a message of forward hides if a part has at least this many
+# tokens:
 #
 # $$T \;\ge\; \frac{\Phi}{\beta}$$
 #
-# tokens on. If g query heads share a key head (lesson 09, section 3), K and V have 4 T h/g bytes, and Φ/(g β) tokens
-# are enough. Sections 4 and 5 add a factor each, and section 8 puts in the numbers of a GPU.
+# If g query heads share a key head (lesson 09, section 3), K and V have 4 T h/g bytes, and Φ/(g β) tokens are enough.
+# Sections 4 and 5 add a factor each, and section 8 puts in the numbers of a GPU.
 #
 # **Takeaway: in the ring a rank holds, besides its own, at most two parts of K and V at a time, sends p - 1 of them,
 # and gets the result of one process. A message hides behind a block if the parts have at least Φ/(g β) tokens.**
@@ -469,7 +470,7 @@ check("11.3", ring_backward, ranks)
 # the **next** rank. It then follows its keys one step behind, for p - 1 hops instead of the p hops of the picture.
 #
 # Let *kv* be the bytes of one rank's K and V together, in 16-bit numbers. In forward each part makes p - 1 hops. In
-# backward K and V go round once more, and the sums of their gradients after them. The sums collect p terms, one after
+# backward K and V go round once more, and the sums of their gradients follow them. The sums collect p terms, one after
 # the other, so labcode keeps and sends them in 32 bits, as PyTorch's ring does. And backward computes 2.5 times as much
 # as forward: five products for each block, where forward has two.
 #
@@ -700,8 +701,9 @@ print("tiles, zig-zag:   ", tiles_of_ranks("zigzag"))
 #
 # **Gather.** Each rank all-gathers K and V, and backward reduce-scatters their gradients. There are few messages, and a
 # rank then has the keys of the whole sequence, whatever the mask. Llama 3 was trained in this way, and its authors give
-# two reasons: masks such as the one of section 7 are easier to support, and the messages are small,
-# because the largest model has 8 key/value heads for its 128 query heads (Llama Team 2024, section 3.3.2).
+# two reasons: masks such as the one of section 7 are easier to support, and the messages are small, because with grouped
+# queries K and V are much smaller than q (Llama Team 2024, section 3.3.2). The largest model has 8 key/value heads for
+# its 128 query heads.
 #
 # **All-to-all** (DeepSpeed Ulysses). Attention treats each **head** by itself. So before attention the ranks swap: each
 # sends its tokens of the other ranks' heads, and receives all tokens of its own heads. Then it computes ordinary
@@ -791,8 +793,8 @@ for g, name, kept_kv, is_right in rows:
 #
 # The gather keeps K and V of the whole sequence, unless they are gathered again in backward. labcode's
 # `GatherAttention` also keeps a **mask** in the dtype of q, about S²/(2 p) numbers, which the formula does not count.
-# That is a weakness of this class and not of the gather: FlexAttention keeps an entry or two for each tile of 128 × 128
-# scores, at S = 131072 one or two million instead of 17 billion numbers.
+# That is a weakness of this class and not of the gather: FlexAttention keeps four entries for each tile of 128 × 128
+# scores. At S = 131072 these are four million on all ranks together, instead of nine billion numbers.
 #
 # The limit of the all-to-all is the number of heads: for Llama 3 p may be at most 8. Above that K and V are **copied**
 # until each rank has a head of them, as NVIDIA's VILA does, and the limit is the 128 query heads. Tensor parallelism
@@ -930,9 +932,9 @@ report("cp 4, seeds differ", ranks.run(losses_of_own_seeds, 5)[0])
 # notice. The weights of a model are **shared** over cp, and two things follow from that.
 #
 # **They have to start equal.** With seeds that differ, the queries of one model meet the keys of three others. All
-# ranks then apply the same sum of gradients, so their weights stay as different as they were. labcode draws all from
-# one seed. For a model that comes with weights, it also sends those of the first rank of dp × cp to the others, as DDP
-# does when it is made.
+# ranks then apply the same sum of gradients, so their weights stay as different as they were. labcode draws all weights
+# from one seed. For a model that comes with weights, it also sends those of the first rank of dp × cp to the others, as
+# DDP does when it is made.
 #
 # **Their gradients are terms of a sum.** NERSC's tutorial marks such weights (`mark_for_reduction = ["cp"]`), and a
 # communication hook of DDP (lesson 05, section 5) makes one more all-reduce for them, over cp. One all-reduce is enough:
@@ -1052,15 +1054,16 @@ for name, rate in samples_per_s.items():
 
 # %% [markdown]
 # In NERSC's code tp makes six all-reduces of a [B, S, H] tensor for each layer, two in forward and four in backward,
-# because q, k and v are three matmuls. On 4 ranks these are 9 A, and the gather sends 3 A. Without sequence
-# parallelism each rank of tp also computes and keeps the norms and the sums of all tokens. cp leaves the 151 million
-# weights of the layers whole, which at 16 bytes each are 1.8 GB more than with tp, and takes less memory even so. The
-# third row is tp with the layers of Transformer Engine, which fuse operations: the library gains nearly as much as the
+# because q, k and v are three matmuls. On 4 ranks these are 9 A, and the gather sends 3 A. Without sequence parallelism
+# each rank of tp also computes and keeps the norms and the sums of all tokens. cp leaves the 151 million weights of the
+# layers whole, which at 16 bytes each are 1.8 GB more than with tp, and takes less memory even so. The third row is tp
+# with the layers of Transformer Engine, which fuse operations: in these runs the library gains nearly as much as the
 # axis.
 #
 # cp sends less, and most of it hides, if the parts are long enough: by sections 4 and 5, 2 · 1.2 Φ/(g β) tokens. Here
-# are the numbers for nodes of eight H100, from labcode's table of clusters. Φ is what FlashAttention-2 and 3 reach in
-# forward and backward together (Shah et al. 2024), and β a GPU's share of NVLink or of the network.
+# are the numbers for nodes of eight H100, from labcode's table of clusters. Shah et al. (2024) say that
+# FlashAttention-2 reaches 35 % of an H100's peak, and FlashAttention-3 1.5 to 2 times as much; for Φ we take 35 % and
+# 65 %. β is a GPU's share of NVLink or of the network.
 
 # %% tags=["nbval-check-output"]
 from labcode.perf.cluster import load_cluster
@@ -1075,21 +1078,22 @@ for kernel in ("flash2", "flash3"):
 
 # %% [markdown]
 # Our 131072 tokens make parts of 16384 on 8 ranks. Inside a node the messages hide with either kernel; between nodes
-# they hide with grouped queries, and with g = 1 hardly or not. What happens where parts are too short was measured on
-# TPUs, 2048 tokens to a part and g = 1: a step took 16.4 s with a ring and 8.8 s with a gather (MaxText, pull request
-# 4687).
+# they hide with grouped queries (g = 8), and with g = 1 hardly or not. One published measurement has short parts: on
+# TPUs, with Llama 2 7B, 2048 tokens to a part and g = 1, a step took 16.4 s with a ring and 8.8 s with a gather
+# (MaxText, pull request 4687).
 #
-# And the weights? tp shards them, and cp by itself does not. That was long a reason to begin with tp. But sharded data
-# parallelism (FSDP, lesson 13) shards weights, gradients and optimizer over **all** ranks that hold the same weights,
-# those of dp and of cp: on 64 GPUs the 115 GB of our model become 1.8 GB each. Its messages hide if a rank has some
-# 2000 tokens in a micro-batch (lesson 13b, section 5), and with long sequences it has more. So:
+# And the weights? tp shards them, and cp by itself does not. For years that was a reason to begin with tp. But sharded
+# data parallelism (FSDP, lesson 13) shards weights, gradients and optimizer over **all** ranks that hold the same
+# weights, those of dp and of cp: on 64 GPUs the 115 GB of our model become 1.8 GB each. Its messages hide if a rank has
+# some 2000 tokens in a micro-batch (lesson 13b, section 5), and with long sequences it has more. So:
 #
 # 1. FSDP over dp × cp shards the weights.
 # 2. If one sequence is still too long, take cp inside the node, **before tp**, and beyond the node while the parts are
-#    long enough for the ring to hide. torchtitan trains Llama 3.1 8B with 262144 tokens on 8 H100 with cp 8 and tp 1.
+#    long enough for the ring to hide. torchtitan has trained Llama 3.1 8B with 262144 tokens on 8 H100 of 96 GB with cp 8
+#    and tp 1, with full activation checkpointing.
 # 3. Take tp where that is not enough: parts too short for a ring, too few tokens on each rank for FSDP to hide (many GPUs
-#    and a given batch), or a layer whose gathered weights are too large. The largest Llama 3 has tp 8 and cp 16 on
-#    16384 GPUs (Llama Team 2024, table 4).
+#    and a given batch), or a layer whose gathered weights are too large. For its sequences of 131072 tokens the largest
+#    Llama 3 had tp 8 and cp 16 on 16384 GPUs (Llama Team 2024, table 4).
 #
 # The order of the axes follows: what hides least comes first and lies on NVLink, tp if there is any, then cp. For long
 # sequences in scientific models Subramanian et al. (2024) compare such grids with a performance model.
@@ -1135,7 +1139,7 @@ for name, balancer in balancers.items():
 # Dealing out each document separately should give 1.00, and in this version it does not. The balancer lists the chunks
 # document by document, and the cut into p equal parts then gives the whole long document to ranks 0 and 1. Every number
 # of the model stays right, and only the clock shows it. PyTorch's main branch has listed them rank by rank since July
-# 2026 (pull request 189902). In exercise 11.5 below you write it yourself.
+# 2026 (pull request 189902, not in 2.13). In exercise 11.5 below you write it yourself.
 #
 # Attention over such parts is a plan for `parallelize_module`, as in lesson 09, section 5. Its kind `FLEX` gathers K
 # and V and leaves the mask to FlexAttention. `_context_parallel_shard` cuts tensors in the balancer's order. Here it is
@@ -1192,7 +1196,7 @@ print(f"PyTorch's own gives the output of one process to 1e-5: {off < 1e-5}")
 # `set_rotate_method("alltoall")`. It knows no document mask, and it has kernels for GPUs alone, so it does not run
 # here. The public `context_parallel` is older: "we will deprecate this API once the new API is widely used", says its
 # source (torch 2.13). torchtitan moved to the new functions in January 2026 (pull request 2144) and has had Ulysses
-# beside them since September (pull request 4450).
+# beside them since September 2026 (pull request 4450).
 #
 # **Takeaway: measure what a balancer reaches. A wrong one changes no number but the time.**
 
@@ -1313,15 +1317,17 @@ check("11.5", my_shares)
 #   <https://github.com/NVlabs/VILA>, `_ExpandKVFunction`.
 # - Wang et al. 2025, *WLB-LLM*, arXiv:2503.17924 (OSDI 2025): each document dealt for itself, and when not.
 # - PyTorch 2.13, `torch/distributed/tensor/experimental/_context_parallel`, and the balancer's repair:
-#   <https://github.com/pytorch/pytorch/pull/189902>.
+#   <https://github.com/pytorch/pytorch/pull/189902>. The entries of a mask: `BlockMask` in
+#   `torch/nn/attention/flex_attention.py`.
 # - torchtitan: <https://github.com/pytorch/torchtitan/pull/2144>, <https://github.com/pytorch/torchtitan/pull/4450>,
 #   and Llama 3.1 8B with cp in `benchmarks/llama3_h100_202412_torchtitan.md`, table 2.
 # - NERSC, *Deep Learning at Scale*: a ViT under cp, weights marked for reduction, and the hook in
 #   `distributed/mappings.py`, <https://github.com/NERSC/dl-at-scale-training>. The runs on 16 GPUs and the padding for
 #   Transformer Engine: its newest edition, *SC25*, logs of November 2025, third epoch,
-#   <https://github.com/NERSC/sc25-dl-tutorial>.
+#   <https://github.com/NERSC/sc25-dl-tutorial>. Parts of an even length: Transformer Engine,
+#   `transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py`.
 # - MaxText: <https://github.com/AI-Hypercomputer/maxtext/pull/4687>: ring, gather and Ulysses side by side.
-# - Shah et al. 2024, *FlashAttention-3*, arXiv:2407.08608: what both kernels reach on an H100.
+# - Shah et al. 2024, *FlashAttention-3*, arXiv:2407.08608: what both kernels reach on an H100 (abstract).
 # - Subramanian et al. 2024, *Comprehensive Performance Modeling and System Design Insights for Foundation Models*,
 #   arXiv:2410.00273.
 

@@ -239,7 +239,7 @@ compare("micro-batches for 6 %", needed, fewest, within=1, found="simulated")
 #    at once. Keep the handles and call their `wait()` when all is done: if you throw a handle away, its message may
 #    never arrive. `dist.recv` does wait, and it should: without its input an action cannot start.
 #
-# The messages carry no label (only gloo looks at the argument `tag`). Two neighbours agree on which message is which
+# The messages carry no label (NCCL does not support the argument `tag`). Two neighbours agree on which message is which
 # because each sends its micro-batches in the order in which the other one asks for them.
 
 # %% [markdown] tags=["exercise"]
@@ -309,7 +309,8 @@ check("12.2", run_actions, ranks)
 #
 # The remedy is to post both together. `dist.batch_isend_irecv` hands a list of sends and receives to NCCL as one
 # operation, in which none waits for another. Here ranks 0 and 2 have an activation for the next rank, and ranks 1 and 3
-# a gradient for the rank before, as in the steady state. It runs on gloo as well.
+# a gradient for the rank before, as in the steady state. It runs on gloo as well. (On NCCL all ranks of a group must
+# take part in its first batch, unless the group has had a collective before.)
 
 # %% tags=["nbval-check-output"]
 def meet(rank, neighbours):
@@ -785,8 +786,8 @@ print(f"tensor parallelism sends {tp_bytes / pp_bytes:.0f} times as much")
 # - Divided as evenly as possible, the stages have 4, 4, 3 and 3 layers, so the last rank has 3 + 2 = 5 units of work.
 # - Another way would be 4, 4, 4 and 2.
 #
-# **Predict.** With m = 16 micro-batches, how many times as long does a step take in the first case? To a first
-# approximation a step takes (m + p - 1) times the slowest stage.
+# **Predict.** With m = 16 micro-batches, how many times as long does a step take with the first split as with the
+# second? To a first approximation a step takes (m + p - 1) times the slowest stage.
 
 # %% tags=["predict"]
 times_as_long = 5 / 4
@@ -918,9 +919,9 @@ split.picture(
 
 # %% [markdown]
 # The bubble is a third of 1F1B's, and no rank keeps more than rank 0 did before. The same paper's ZB-H2 comes close to
-# zero, with about twice the memory: it does more forwards in gap b. In PyTorch the schedules
-# of this kind are `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble`, and `ScheduleDualPipeV` after DeepSeek's
-# DualPipe. They need several stages on each rank (section 8).
+# zero, with about twice the memory: it does more forwards in gap b. In PyTorch the schedules of this kind are
+# `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble`, and `ScheduleDualPipeV` after DeepSeek's DualPipe
+# (DeepSeek-AI 2024). They need several stages on each rank (section 8).
 #
 # **Takeaway: only the input half of a backward holds others up. The weight half can fill gaps. If F, I and W take
 # equally long, this leaves a third of the bubble, at the price that every rank keeps as much as the first one.**
@@ -1009,10 +1010,10 @@ interleaved.picture(
 # ### Exercise 12.5 · Open end: choose before you submit
 #
 # In practice you measure how long F, I and W take on your stages and how long a message takes, and you know how much
-# memory is left. Then you choose a schedule. Write the function that does so. It returns one of the `CANDIDATES` as `(name, v)`: the one
-# with the shortest step among those that keep at most `most` micro-batches (in whole ranks' worth of layers) on every
-# rank. `stage_s` is what all layers of one rank take for one micro-batch: a `StageTimes` with `forward_s`, `input_s` and
-# `weight_s`, as in section 1.
+# memory is left. Then you choose a schedule. Write the function that does so. It returns one of the `CANDIDATES` as
+# `(name, v)`: the one with the shortest step among those that keep at most `most` micro-batches (in whole ranks' worth
+# of layers) on every rank. `stage_s` is what all layers of one rank take for one micro-batch: a `StageTimes` with
+# `forward_s`, `input_s` and `weight_s`, as in section 1.
 #
 # You have `schedule(name, num_stages, m, p)` and `simulate(actions, stage_s, message_s=...)`, whose `stage_s` is that
 # of one stage. A simulation has `total_s` and `peak_microbatches()`: the most that any rank keeps, counted in stages.
@@ -1076,8 +1077,9 @@ check("12.5", choose)
 # 2. **If not, shard it over the data-parallel ranks**, as long as each GPU has enough tokens. The model's code still
 #    stays as it is. Half as many bytes again are sent, and in each micro-batch. Lesson 13b, section 5, derives how many
 #    tokens it takes to hide them behind computation.
-# 3. **With fewer tokens, use tensor parallelism**, as little as needed, and never across nodes. Add sequence
-#    parallelism: it sends a quarter more bytes, and they can hide behind computation (lesson 10).
+# 3. **With fewer tokens, use tensor parallelism**, as little as needed, and never beyond the GPUs that NVLink joins:
+#    here a node of 8. Add sequence parallelism: it sends a quarter more bytes, and they can hide behind computation
+#    (lesson 10).
 # 4. **If the activations of one sequence do not fit** even so, use context parallelism.
 # 5. **If the parameters need more than one node** and the traffic of sharding cannot be hidden between nodes, use
 #   pipeline parallelism there, with m several times p. It does not go well with step 2: each micro-batch would gather
@@ -1085,9 +1087,9 @@ check("12.5", choose)
 # 6. **All GPUs that are left are data parallel.**
 #
 # Let us turn steps 1, 3 and 5 into a rule and see whether it gives what people really used before step 2 was common. In
-# mixed precision with Adam, Megatron keeps 18 bytes for each parameter: 16 bits for the parameter itself, and 32 bits
-# each for its gradient, its master copy and Adam's two moments. Let these 18 bytes take at most three quarters of a
-# GPU's 80 GB; the rest is for activations.
+# bfloat16 with Adam, Megatron keeps 18 bytes for each parameter: 16 bits for the parameter itself, and 32 bits each for
+# its gradient, its master copy and Adam's two moments. Let these 18 bytes take at most three quarters of a GPU's 80 GB;
+# the rest is for activations.
 #
 # Narayanan et al. (2021, Table 1) published how they trained ten GPT models on A100 with 80 GB, in nodes of 8 and
 # without sharding.
@@ -1153,9 +1155,9 @@ for hidden, num_layers, gpus, tp, pp, sequences in papers.MEGATRON_LAYOUTS:
 # | any, and the activations of one sequence do not fit | | as above, and cp before you add stages |
 #
 # The second row is that of lessons 13 and 13b, and the other four of the first five follow from the rule above. That m
-# should be at least 4 pp is the advice of the GPipe paper (section 2.3); the bubble is then less than a quarter of the
-# work. The last row is the order in which Llama 3 adds its axes: tensor, context, pipeline, data (Llama Team 2024,
-# section 3.3.2).
+# should be at least 4 pp is from the GPipe paper (section 2.3), whose authors found the bubble negligible from there on;
+# by our formula it is then less than a quarter of the work. The last row follows the order of Llama 3's axes, from the
+# fastest links to the slowest: tensor, context, pipeline, data (Llama Team 2024, section 3.3.2).
 #
 # **Takeaway: memory decides how far a model has to be cut. The tokens of a GPU and the speed of the links decide along
 # which axis. What is left goes to data parallelism.**
@@ -1179,8 +1181,9 @@ for hidden, num_layers, gpus, tp, pp, sequences in papers.MEGATRON_LAYOUTS:
 # section 2, writes such a script.) In the default order of the grid, pp is the slowest axis, so it is the one that
 # crosses the nodes. The number of micro-batches is the batch of a data-parallel rank divided by `micro_batch`.
 #
-# On GPUs the stages really compute, and W rarely takes as long as I, because attention has no weights: all of its
-# backward is I. For each token of a layer of width h, in sequences of S tokens with a causal mask, W costs 24 h² FLOPs
+# On GPUs the stages really compute. A backward then has two halves (section 7), I for the gradients of the inputs and W
+# for those of the weights. W rarely takes as long as I, because attention itself has no weights: all of its backward is
+# I. For each token of a layer of width h, in sequences of S tokens with a causal mask, W costs 24 h² FLOPs
 # and I costs 24 h² + 4 h S. With S = h that makes W 6/7 of I. `model.on_action` is told when each action ran: put the
 # times of your stages into `simulate`, and choose before you submit.
 #
@@ -1226,7 +1229,7 @@ ranks.close()
 # It grows from 7/32 = 22 % to 15/32 = 47 %. The work of each rank halves, and the number of stages to fill doubles.
 # </details>
 #
-# **2.** In a profile of 1F1B, rank 0 is idle for a long time before its first backward. Which number of the profile tells
+# **2.** In a profile of 1F1B, rank 0 is idle for a long time before its first backward. Which number in the profile tells
 # you whether this is normal?
 #
 # <details><summary>Answer</summary>
@@ -1262,12 +1265,16 @@ ranks.close()
 # ## Sources
 #
 # - Huang et al. 2019, *GPipe*, arXiv:1811.06965.
-# - Narayanan et al. 2019, *PipeDream*, doi 10.1145/3341301.3359646: one forward, one backward.
+# - Narayanan et al. 2019, *PipeDream*, doi 10.1145/3341301.3359646: one forward, one backward, without a pause between
+#   steps. With all backwards before the optimizer's step, as here: Narayanan et al. 2020, arXiv:2006.09503
+#   (*PipeDream-Flush*).
 # - Narayanan et al. 2021, arXiv:2104.04473: 1F1B and interleaved in section 2.2, the layouts of ten models in Table 1.
 # - Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3: memory when interleaved.
 # - Qi et al. 2023, *Zero Bubble Pipeline Parallelism*, arXiv:2401.10241.
+# - DeepSeek-AI 2024, *DeepSeek-V3 Technical Report*, arXiv:2412.19437: DualPipe.
 # - Llama Team 2024, arXiv:2407.21783, section 3.3: uneven stages, and the order of the axes.
 # - 18 bytes for each parameter: Megatron Core, *Distributed Optimizer*,
-#   <https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/dist_optimizer.html>.
+#   <https://docs.nvidia.com/megatron-core/developer-guide/latest/user-guide/features/dist_optimizer.html>.
 # - NVIDIA DLI, *Multi-Node Distributed Training Strategies*, exercise 3.6: the form of section 10.
-# - PyTorch: <https://docs.pytorch.org/docs/stable/distributed.pipelining.html>.
+# - PyTorch: <https://docs.pytorch.org/docs/stable/distributed.pipelining.html>, and what it says on `isend` and
+#   `batch_isend_irecv`: <https://docs.pytorch.org/docs/stable/distributed.html>.
