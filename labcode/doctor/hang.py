@@ -13,7 +13,7 @@ in one line. It ends nothing: a rank may be slow and come. `parallel.collective_
 run that hangs, and its error repeats that line.
 
 Source: the same idea on NCCL alone is the flight recorder's analyzer in PyTorch (torchfrtrace);
-    Jiang et al. 2024 (MegaScale, arXiv:2402.15627), section 4.
+    Jiang et al. 2024 (MegaScale, arXiv:2402.15627), section 5.2.
 Held by: tests/unit/test_hang.py, tests/ranks/test_hang_watch.py
 """
 
