@@ -609,9 +609,9 @@ for (name, way), seconds in step_s.items():
 # `persistent_workers` the processes are kept from one epoch to the next.
 #
 # NERSC has published the log of such a training run: a ViT on ERA5, one A100, 16 samples a step, four epochs of 512
-# samples, and `persistent_workers` on. Without workers the last epoch runs at 8.8 samples/s, and with four workers at
-# 12.6. In the trace of the run with four, the gaps between the steps are gone. So computing takes 16/12.6 = 1.27 s, and
-# reading is what the step without workers needs besides: 16/8.8 - 1.27 = 0.55 s.
+# samples. Without workers the last epoch runs at 8.8 samples/s, and with four workers at 12.6. In the trace of the run
+# with four, the gaps between the steps are gone. So computing takes 16/12.6 = 1.27 s, and reading is what the step
+# without workers needs besides: 16/8.8 - 1.27 = 0.55 s.
 #
 # **Predict.** They tried 8 and 16 workers as well. How many samples/s does each of these runs reach in its last epoch?
 # And how many does the run with 16 workers reach in its first?
@@ -644,11 +644,12 @@ plot.lines(
 
 # %% [markdown]
 # The formula knows no reason why 8 or 16 workers should be slower than 4: it says 12.6 samples/s for all of them. The
-# log says 12.1 and 10.6, and the first epoch of 16 workers is slower than the one without any. A worker costs something
-# that read/w leaves out. The first epoch contains the start of 16 processes. Why the later ones are slower as well, the
-# document does not say; it names the overhead of processes, compared with threads, as a limit of PyTorch's loader. By
-# the times in the log the runs with 8 and 16 workers took place in the same minutes, so they may also have disturbed
-# each other. What can be measured here is what workers do to the loop beside them.
+# log says 12.1 and 10.6, and the first epoch of 16 workers is slower than the one without any. A worker costs
+# something that read/w leaves out. The first epoch contains the start of 16 processes. Why the later ones are slower
+# as well, the document does not say; it names the overhead of processes, compared with threads, as a limit of
+# PyTorch's loader. In the code as published, `persistent_workers` is commented out, so there each epoch starts its
+# processes anew. By the times in the log the runs with 8 and 16 workers took place in the same minutes, so they may
+# also have disturbed each other. What can be measured here is what workers do to the loop beside them.
 #
 # Reading that waits for a network needs no core, but reading that unpacks chunks does. A step then needs read + compute
 # seconds of processor time, and c cores deliver these in (read + compute)/c at best. So for w of at least 1
@@ -1209,10 +1210,11 @@ for states, _ in l02_by_hand.CopiedAhead(batches, "cpu"):
 #
 # The option `--capture-range` tells Nsight Systems to wait for these calls:
 #
-#     nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi -o epoch_3 python train.py
+#     nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop -o epoch_3 python train.py
 #
-# The command writes `epoch_3.nsys-rep`, a file for the program Nsight Systems on your own computer. A run of labcode
-# does all of this with `--profile.steps 10:13 --profile.nvtx`.
+# `--capture-range-end=stop` lets the program go on after `stop()`; the default also ends the session. The command
+# writes `epoch_3.nsys-rep`, a file for the program Nsight Systems on your own computer. A run of labcode does all of
+# this with `--profile.steps 10:13 --profile.nvtx`.
 #
 # NVIDIA's loading library **DALI** lifts two limits of section 5. Its own readers are C++ threads in the process of the
 # loop, and it can crop, rotate and normalise samples on the GPU, on streams of its own. It has no reader for HDF5 or
