@@ -58,9 +58,9 @@ tokens, targets = batches(0)
 # If the intensity lies above the ridge, the operation is bound by arithmetic, and faster arithmetic makes it faster. If
 # it lies below, the operation is bound by memory: the compute units wait, and faster ones would only wait longer.
 #
-# For example, an H100's datasheet says 989 TFLOP/s in bfloat16 and 3.35 TB/s, so its ridge is 295 FLOPs for each byte.
-# The sum of two float32 tensors computes 1 FLOP for each 12 bytes, as two numbers are read and one is written. Its
-# intensity is 0.083, far below any ridge.
+# For example, the datasheet of an H100 SXM says 989 TFLOP/s in bfloat16 and 3.35 TB/s, so its ridge is 295 FLOPs for
+# each byte. The sum of two float32 tensors computes 1 FLOP for each 12 bytes, as two numbers are read and one is
+# written. Its intensity is 0.083, far below any ridge.
 #
 # Here are the two numbers of your device, measured: the rate of a large matmul, and the bandwidth of a sum of two large
 # tensors.
@@ -192,15 +192,16 @@ plot.lines(
 )
 
 # %% [markdown]
-# On the H100 64 tokens cost as much as one. On your device the printed times begin to grow much earlier, for two
-# reasons. The ridge of a CPU core is so low that a handful of tokens, about twice the ridge in float32, is already
-# bound by arithmetic. And the roof says only how fast an operation can be at best: for several tokens a CPU uses a
-# different kernel than for one, and with so few rows that kernel may stay well below the roof.
+# On the H100 64 tokens cost as much as one. With 4096 tokens the layer reaches 83 % of the rate of the large matmul;
+# we have not looked for the reason. On your device the printed times begin to grow much earlier, for two reasons. The
+# ridge of a CPU core is so low that a handful of tokens, about twice the ridge in float32, is already bound by
+# arithmetic. And the roof says only how fast an operation can be at best: for several tokens a CPU uses a different
+# kernel than for one, and with so few rows that kernel may stay well below the roof.
 #
 # Below the ridge, then, more tokens cost next to nothing. This is why a larger batch makes a step cheaper per token
-# until the device is full, and no cheaper beyond. It is also why a model that writes text, one token at a time, uses
-# less than a hundredth of the arithmetic of its GPU. The measured ridge of the H100 is 323 FLOPs for each byte. A CPU
-# core is slower than the GPU in both, and most of all in arithmetic.
+# until the device is full, and no cheaper beyond. It is also why a model that writes a single text, one token at a
+# time, uses less than a hundredth of the arithmetic of its GPU. The measured ridge of the H100 is 323 FLOPs for each
+# byte. A CPU core is slower than the GPU in both, and most of all in arithmetic.
 #
 # **Takeaway: an operation is bound by arithmetic if it has more FLOPs for each byte than the ridge of the device, and
 # by memory if it has fewer. A linear layer gets there with enough tokens, an elementwise operation never.**
@@ -239,8 +240,8 @@ print(f"{sum(calls.values())} operations; the most frequent: {calls.most_common(
 print(f"{seconds * 1e3:.0f} ms, {flops / seconds / 1e9:.0f} GFLOP/s")
 
 # %% [markdown]
-# The formula counts a few weights that are only looked up, and leaves out the matmuls within attention. For short
-# sequences both are small.
+# The formula counts a few weights that are only looked up. Both numbers leave out the matmuls within attention, which
+# the counter does not see on a CPU (lesson 02, section 1). For short sequences these are few.
 #
 # The operations of a step follow each other: large matmuls, which are bound by arithmetic, and many others, which are
 # bound by memory. There is a third cost: each operation has to be started. On a GPU the CPU puts a **kernel**, which is
@@ -397,8 +398,9 @@ for rung, mfu in nersc_mfu.items():
 #
 # So the intensity is about 4 s² d / (4 s² w) = d / w, whatever the length of the sequence. **Fused** attention
 # (FlashAttention, Dao et al. 2022) is one kernel. It goes through the keys in blocks that fit into the memory next to
-# the compute units, keeps running sums there, and never writes the table. It computes as many FLOPs, but moves only 4 s
-# d numbers, so its intensity is 4 s² d / (4 s d w) = s / w.
+# the compute units, keeps running sums there, and never writes the table. It computes as many FLOPs, but moves only 4
+# s d numbers, so its intensity is 4 s² d / (4 s d w) = s / w. (That counts k and v once. Each block of queries reads
+# them again, which costs little as long as they come from the GPU's cache.)
 #
 # NERSC's heads have d = 48, and s = 4,050. In bfloat16 (w = 2) the intensity of plain attention is 24 FLOPs for each
 # byte, far below the H100's ridge of 323, and that of fused attention is 2,025, far above it. Here is what was measured
@@ -416,12 +418,12 @@ for (dtype, kernel), milliseconds in attention_ms.items():
 
 # %% [markdown]
 # Two things stand out. In bfloat16 the fused kernel is ten times as fast as plain attention, and plain attention gains
-# nothing from bfloat16: it waits for memory, and it makes more passes over the table than we have counted, some of them
-# in float32. And in 32 bits there is no FlashAttention: PyTorch uses another fused kernel, the memory-efficient one,
-# which takes seven times as long as FlashAttention in bfloat16. The memory-efficient kernel itself becomes 3.1 times as
-# fast in bfloat16, more than twice, because it does not use tf32 (its two rows in 32 bits are the same). And
-# FlashAttention is another 2.2 times as fast. So the rung bfloat16 also changes the **kernel** of attention, not only
-# the dtype of its matmuls.
+# nothing from bfloat16. It is PyTorch's backend `MATH`, which turns q, k and v into float32 and keeps the table in
+# float32, and which makes more passes over it than we have counted. And in 32 bits there is no FlashAttention: PyTorch
+# uses another fused kernel, the memory-efficient one, which takes seven times as long as FlashAttention in bfloat16.
+# The memory-efficient kernel itself becomes 3.1 times as fast in bfloat16, more than twice: in 32 bits it makes each
+# matmul of three in tf32, and so its two rows there are the same. And FlashAttention is another 2.2 times as fast. So
+# the rung bfloat16 also changes the **kernel** of attention, not only the dtype of its matmuls.
 #
 # Does that explain a ladder? It was climbed on the H100 as well, with layers of NERSC's sizes. In tf32 a step took 768
 # ms.
@@ -492,8 +494,8 @@ check("3.3", attention_in_blocks)
 # memory as well. For backward it keeps q, k, v, the result and one number for each row, m + ln of the denominator, from
 # which the weights of a block can be computed again; plain attention keeps the table.
 #
-# In PyTorch `F.scaled_dot_product_attention` chooses the kernel by dtype, shape and mask. A mask that you write out as a
-# tensor, or a dtype without a kernel, silently gives you a slower one. Inside the context
+# In PyTorch `F.scaled_dot_product_attention` chooses the kernel by dtype, shape, mask and GPU. A mask that you write
+# out as a tensor, or a dtype without a kernel, silently gives you a slower one. Inside the context
 # `torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)` that becomes an error.
 #
 # **Takeaway: fusing saves bytes, not FLOPs. Plain attention is bound by memory at any length; fused attention is bound
@@ -549,12 +551,15 @@ check("3.3", attention_in_blocks)
 # |---|---|---|
 # | how fast can an operation be? | max(FLOPs / rate, bytes / bandwidth) | the roofline |
 # | what is it bound by? | FLOPs for each byte against rate / bandwidth | a linear layer: about 2 T / w |
-# | how much is in a step? | 6 N T, and the matmuls of attention | counted by `FlopCounterMode` |
+# | how much is in a step? | 6 N T, and the matmuls of attention | `FlopCounterMode`, on a CPU without attention |
 # | how good is a step? | FLOPs / (seconds · peak) | MFU |
 # | why is fused attention faster? | s / w instead of d / w FLOPs for each byte | the table of scores is never written |
 #
 # ## Sources
 #
+# - PyTorch, `torch.nn.functional.scaled_dot_product_attention`: "For math backend, all intermediates are kept in
+#   torch.float"; the memory-efficient kernel's matmuls in float32: `OpMultiplyAddFastF32` in its
+#   `mem_eff_attention/gemm_kernel_utils.h`.
 # - Williams, Waterman and Patterson 2009, *Roofline*, doi:10.1145/1498765.1498785: the rule of section 1.
 # - He 2022, *Making Deep Learning Go Brrrr From First Principles*: <https://horace.io/brrr_intro.html>.
 # - Chowdhery et al. 2022, *PaLM*, arXiv:2204.02311, section 4.1: MFU.
