@@ -52,7 +52,7 @@ ranks = Ranks(4)
 # such window of text, and the **batch** is the number of samples in an optimizer step. Papers on language models count
 # the batch in **tokens**: here a token is a character, so a batch of 16 samples is one of 512 tokens.
 #
-# How long do forward and backward take? Part of the time does not depend on the batch B: Python, and the start of each
+# How long do forward and backward take? Part of the time does not depend on the batch B: Python, and starting each
 # operation. The rest is work for each sample. So a simple model is
 #
 #     t(B) = t0 + t1 · B        and        samples per second = B / t(B)
@@ -267,9 +267,10 @@ class Smoothed:
 check("6.3", Smoothed)
 
 # %% [markdown]
-# In labcode a hook sees the gradient of each micro-batch, so it also works with accumulation on one GPU. The flag
-# `--train.noise_scale` adds the result to the metrics. Here are 225 steps on two ranks at a constant rate. (The rate
-# matters: the lower it is, the larger the noise scale, as appendix C of the paper explains.)
+# (Starting at 0 makes both numbers too small by the same factor, which the ratio cancels.) In labcode a hook sees the
+# gradient of each micro-batch, so it also works with accumulation on one GPU. The flag `--train.noise_scale` adds the
+# result to the metrics. Here are 225 steps on two ranks at a constant rate. (The rate matters: the lower it is, the
+# larger the noise scale, as appendix C of the paper explains.)
 
 # %%
 from course.progress import following
@@ -295,8 +296,8 @@ plot.lines(
 # At first all samples say the same ("spaces and e are frequent"), so a few are enough. Later G is short, and what is
 # left to learn differs from sample to sample.
 #
-# **Takeaway: the noise scale gives a first hint of how many samples a step can use. Measuring it costs one number per
-# step, and it grows during training.**
+# **Takeaway: the noise scale gives a first hint of how many samples a step can use. It grows during training, and
+# measuring it costs one number per step.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* In 6.2 people take the small square after the average, or their own instead of the mean. Ask:
@@ -484,7 +485,7 @@ plot.speed_and_price(times, bills, caption="06.time_and_price")
 # %% [markdown]
 # The fastest run and the cheapest one are the two ends. The question is which doubling is worth its price. From 1 to 2
 # devices more than a third of the time is saved, for a quarter more device hours. The last one, from 8 to 16 devices,
-# costs 79 % more and saves 10 % of the time: a batch of 256 lies far beyond the critical one.
+# costs 79 % more and saves a tenth of the time: a batch of 256 lies far beyond the critical one.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* In 6.4 the usual mistake is `table.get(...) is None`, which repeats failed runs at each restart.
@@ -562,12 +563,13 @@ plot.rates_against_batch(
 # the map of section 3 stop climbing. Up to 128 this sweep could not tell it from the square root. At 1024 the square
 # root is five times too high, and the linear rule 80 times.
 #
-# Where does it not fit? In the middle the good rates are up to 1.3 times as high, at both ends 0.8 times, each less
-# than a step of the sweep. That may be chance, or more. Li et al. 2024 (arXiv:2405.14578) replace Adam by the sign of
-# the gradient and keep the curvature between weights: then the best rate rises with the square root, peaks at a noise
-# scale, and falls. McCandlish et al. have a power between 0.5 and 1 instead of our root (appendix E.2). And in the table
-# of the ViT (section 1) the best rate falls from batch 4 to 16, where 20 steps are all there is. So a rule gives a place
-# to begin: `--optim.lr_rule square_root --optim.reference_batch 16` applies one. The sweep decides.
+# Where does it not fit? In the middle the good rates are up to 1.3 times those of the formula, at both ends 0.8 times;
+# both are less than one step of the sweep. That may be chance, or more. Li et al. 2024 (arXiv:2405.14578) replace Adam
+# by the sign of the gradient and keep the curvature between weights: then the best rate rises with the square root,
+# peaks at a noise scale, and falls. McCandlish et al. have a power between 0.5 and 1 instead of our root (appendix
+# E.2). And in the table of the ViT (section 1) the best rate falls from batch 4 to 16, where 20 steps are all there is.
+# So a rule gives a place to begin: `--optim.lr_rule square_root --optim.reference_batch 16` applies one. The sweep
+# decides.
 #
 # And if only one of the two changes? The map of section 3 shows it. Batch 256 at 0.003, which is good for batch 4, needs
 # 190 steps instead of 121. Batch 4 at 0.017, which is good for batch 256, never reaches the target: its losses settle at
@@ -581,7 +583,8 @@ plot.rates_against_batch(
 # square, with β2 = 0.999 in PyTorch. Each step adds a fraction 1 − β of the new value, and moves the weight by rate · m
 # / √v.
 #
-# **Predict.** Once, a gradient is 1,000 times as long as all others. How many rates long is the step that follows?
+# **Predict.** After thousands of steps one gradient is 1,000 times as long as all others. How many rates long is the
+# step that it makes?
 
 # %% tags=["predict"]
 spiked_step = 0.1 * 1000 / (0.001**0.5 * 1000)  # what it adds to m, and to √v
@@ -779,7 +782,7 @@ for step in range(100, 201, 20):
     print(f"{step:4} {with_decay[step - 1]:8.3f} {loss:9.2f} {other:14.2f}")
 
 # %% [markdown]
-# While the rate falls, the loss falls faster than in the run that stays, as one hopes: smaller steps follow the noise of
+# While the rate falls, the loss falls faster than at the constant rate, as one hopes: smaller steps follow the noise of
 # a batch less. This is one seed and 200 steps, so it says which way a decay works here and not how much it is worth. The
 # recipe of our trainings has both, `warmup_steps` up and then a cosine down to `min_lr`:
 
@@ -811,7 +814,7 @@ check("6.6", diverges, overfits)
 # %% [markdown]
 # Two notes reach beyond the batch. The best rate depends on the **width** of a model, too: a rate that was found on a
 # narrow model is too high for a wide one. muP (Yang et al. 2022, arXiv:2203.03466) scales
-# initial weights and rates with the width so that the best rate carries over. And the noise scale belongs to an
+# initial weights and rates with the width so that the best rate carries over. And the critical batch depends on the
 # **optimizer**: Adam's critical batch is much larger than that of SGD with momentum (Zhang et al. 2019,
 # arXiv:1907.04164). LAMB and LARS (`--optim.name lamb`) let each matrix move in proportion to its own length. Shampoo
 # (arXiv:1802.09568), SOAP (arXiv:2409.11321) and Muon (arXiv:2502.16982, `torch.optim.Muon`) treat the gradient of a
@@ -891,8 +894,8 @@ check("6.7", OuterStep, ranks)
 # %% [markdown]
 # Now four copies train the small GPT for 200 steps with 8 samples each. They meet after every step, after every H, or
 # never. labcode's `OuterOptimizer` takes the outer step; it sends one row and leaves the momentum to PyTorch's SGD.
-# DiLoCo has the paper's outer rate of 0.7 and momentum of 0.9. The inner optimizer is AdamW in all of them, and each
-# copy keeps its own averages. (So "each step" averages weights, which is close to data parallelism, but not the same.)
+# DiLoCo has the paper's outer rate of 0.7 and momentum of 0.9. The inner optimizer is always AdamW, and each copy keeps
+# its own averages. (So "each step" averages weights, which is close to data parallelism, but not the same.)
 #
 # How far does an outer step go? If the outer gradient is the same g again and again, v settles at g / (1 − μ), and a
 # step at η (g + μ v) = η g / (1 − μ), where the copies went as far as g on average.
@@ -1028,7 +1031,8 @@ ranks.close()
 #
 # <details><summary>Answer</summary>
 #
-# From 1 + 2000 / 500 = 5 times S_min to 1 + 2000 / 1000 = 3 times: 60 % of the steps, and 20 % more samples.
+# If the noise scale is the critical batch, from 1 + 2000 / 500 = 5 times S_min to 1 + 2000 / 1000 = 3 times: 60 % of
+# the steps, and 20 % more samples. In section 3 it was less than half of it; then the second batch gains even more.
 # </details>
 #
 # **2.** Somebody compares batches 32 and 1024 at the same rate and finds that large batches train badly. What is

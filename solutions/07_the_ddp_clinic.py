@@ -131,9 +131,9 @@ check("7.1", ranks_that_differ, ranks)
 # - `weights`, for each optimizer step: a number that depends on every weight, taken before the step;
 # - `gradients`, for each optimizer step: the norm of all gradients together. A frozen parameter has none.
 #
-# It records nothing before the block and nothing after it. It changes nothing in the training: outputs, gradients,
-# weights, random numbers and errors are those of a run that nobody watches. Note that what a forward pre-hook
-# **returns**, if it is not None, replaces the inputs.
+# It does not need the argument `loader`, which section 3 explains. It records nothing before the block and nothing
+# after it. It changes nothing in the training: outputs, gradients, weights, random numbers and errors are those of a
+# run that nobody watches. Note that what a forward pre-hook **returns**, if it is not None, replaces the inputs.
 
 # %% tags=["exercise"]
 class Chart:
@@ -351,9 +351,9 @@ check("7.3", pair, patient_1, patient_2)
 # %% [markdown]
 # ## 4. Faults of the weights (core, 14 min)
 #
-# When DDP is built it does two things: it sends the parameters of rank 0 to all ranks, and it hangs a hook on **each
-# parameter that the model has at this moment**. From then on all ranks start from the same weights and apply the same
-# averaged gradients, so their weights stay the same without ever being sent again.
+# When DDP is built it does two things: it sends the parameters of rank 0 to all ranks, and it registers a hook on
+# **each parameter that the model has at this moment**. From then on all ranks start from the same weights and apply the
+# same averaged gradients, so their weights stay the same without ever being sent again.
 #
 # Both happen once. What is changed after wrapping is not sent, and a parameter that is put in later has no hook.
 #
@@ -393,8 +393,9 @@ print(f"a weight is at most {before:.4f} from the mean of the ranks")
 print(f"and after 4 steps: {after:.4f}")
 
 # %% [markdown]
-# The error is gone and the fault is still there: the gradients of the new layer are not averaged. Before, the job
-# stopped; now each rank trains a model of its own. An error that goes away is no cure (step 6).
+# The error is gone and the fault is still there: DDP no longer waits for the old layer, but the gradients of the new
+# one are not averaged. Before, the job stopped; now each rank trains a model of its own. An error that goes away is no
+# cure (step 6).
 #
 # This is what the doctor says of patients 5 and 6.
 
@@ -523,7 +524,8 @@ for synced, (rank_0, rank_1) in means_of.items():
 
 # %% [markdown]
 # With True they differ as well after the last pass, but only by one update: the next forward pass begins with those of
-# rank 0. So evaluate through the DDP model, or save on rank 0 and load on all ranks.
+# rank 0. So evaluate through the DDP model, on all ranks and with equally many batches, because each forward pass sends
+# the buffers. Or save on rank 0 and load on all ranks.
 #
 # Patient 7 has switched this off. After training the two ranks have the same weights and get different losses in
 # evaluation:
@@ -592,7 +594,7 @@ compare("patient 8, times the weight", times_the_weight, found, within=1.001)
 # With plain SGD patient 3 trains with four times the learning rate. With AdamW, which divides by the size of the
 # gradient, it would hardly show, unless gradients are clipped: larger ones are clipped more often. In patient 8 no
 # factor can repair the gradient afterwards, because it points in a slightly wrong direction. With padding this is the
-# rule and not the exception. Hugging Face found it in their own Trainer in 2024 (see the sources).
+# rule and not the exception. In 2024 users reported such a mean of means in Hugging Face's Trainer (see the sources).
 #
 # The cure of patient 8 has one line that is easily forgotten. The mean over all targets of the step divides by **their
 # number**, and no rank knows it: each sees the padding of its own samples only, and when the first micro-batch is
@@ -777,7 +779,7 @@ print(clinic.complaint(15))
 # **Predict.** What is wrong with it? Answer by one of these:
 #
 # - "unused parameters": a part of the model got no gradient, and DDP waits for it;
-# - "skipped call": one rank is at a collective, and the other one is elsewhere, in its forward pass or at its end;
+# - "skipped call": one rank is at a collective, and the other one is elsewhere, in a forward pass or past its loop;
 # - "calls do not match": both are at a collective, but not at the same one, or with different shapes.
 
 # %% tags=["predict"]
@@ -973,7 +975,7 @@ print(f"with BatchNorm: weights {weights_gap:.1g} apart, averages {averages_gap:
 print(f"in the gradients after the test: {stands_there}, and the mean is {(0 + 1) / 2}")
 
 # %% [markdown]
-# None of these is true either:
+# None of these four is true:
 #
 # 5. This loss has no tensors, unless you give it weights for the classes. What people forget to move are the targets.
 # 6. Each rank normalises with its own statistics, and so its gradients differ; but DDP averages them all the same, and
@@ -1109,8 +1111,9 @@ for finding in judge([by_rank_0, by_rank_1]):
 # Over NCCL such a script does not reach its first step: NCCL refuses two ranks on one GPU, with "Duplicate GPU detected"
 # (see the sources).
 #
-# **`static_graph=True`** promises that every step uses the same parameters, and in the same way. Section 8 has counted that the search for unused parameters costs one more
-# all-reduce in each step. The model here has a layer that is never used.
+# **`static_graph=True`** promises that every step uses the same parameters, and in the same way. Section 8 has counted
+# that the search for unused parameters costs one more all-reduce in each step. The model here has a layer that is never
+# used.
 #
 # **Predict.** How many all-reduces does it send with `static_graph=True`, in its first step and in its third one?
 
@@ -1152,9 +1155,9 @@ print(f"find_unused_parameters=True: {searching}")
 print(f"static_graph=True:           {static}")
 
 # %% [markdown]
-# DDP watches the first step and relies on what it has seen. A model whose graph changes, like one that takes one of two branches, breaks the promise: there only the search is
-# right. `gradient_as_bucket_view=True` lets the gradients lie in the buckets, which saves their copy (lesson 05, section
-# 5, counts the bytes).
+# DDP watches the first step and relies on what it has seen. A model whose graph changes, like one that takes one of two
+# branches, breaks the promise: there only the search is right. `gradient_as_bucket_view=True` lets the gradients lie in
+# the buckets, which saves their copy (lesson 05, section 5, counts the bytes).
 #
 # **Names in a checkpoint.** DDP puts `module.` before the name of each weight (and `torch.compile` puts `_orig_mod.`,
 # see section 13). A file that was saved from the DDP model does not fit the bare model, and vice versa. Save
@@ -1358,7 +1361,7 @@ for counts, norm in norms.items():
     print(f"gradient norm with {counts}: {norm:.4f}")
 
 # %% [markdown]
-# Look at the first two lines: **both** ranks need nearly 100 ms, although rank 0 has only 32 ms of work. A clock around
+# Look at the first two lines: **both** ranks need about 100 ms, although rank 0 has only 32 ms of work. A clock around
 # the whole step cannot name the slow rank. What names it is the time of its own work, without the waiting, and that is
 # what the doctor compares. Patient 13, one of the six that are homework, has this fault.
 #
@@ -1525,7 +1528,7 @@ plot.bars(
 # **Takeaway: counts, sums and squares add up over ranks; means of unequal shares, and variances, do not.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Of the 35 minutes 7.10 takes 25. What people get wrong: the all-reduce
+# *For the instructor.* Of the 40 minutes 7.10 takes 25. What people get wrong: the all-reduce
 # writes over the sums of this rank, which are the gradients of weight and bias (then they are as large as those of all
 # ranks, and DDP averages what is a sum already).
 
@@ -1710,10 +1713,10 @@ plot.step_breakdown(times, caption="07.buckets")
 # decide. The same cores compute and copy, and what is hidden is not free. Where the network has hardware of its own, as
 # between GPUs, it can be nearly free.
 #
-# The hook that sends 16 bits (lesson 05, section 8) halves the bytes, and yet its messages take hardly less time than those
-# of 32 bits with the same buckets. The reason is not the casts, which come before and after. It is the sum: over gloo a
-# processor adds the numbers, and for float16 it presumably has to widen and round each one. The next cell sends the same
-# million numbers in three formats.
+# The hook that sends 16 bits (lesson 05, section 8) halves the bytes, and yet its messages do not take half the time of
+# those of 32 bits with the same buckets. (Where this page was made they took even longer.) The reason is not the casts,
+# which come before and after. It is the sum: over gloo a processor adds the numbers, and for float16 it presumably has
+# to widen and round each one. The next cell sends the same million numbers in three formats.
 
 # %%
 def all_reduce_ms(rank, dtype):
@@ -1732,9 +1735,9 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
     print(f"{dtype}: {mib} MiB in {shortest_ms:.2f} ms")
 
 # %% [markdown]
-# bfloat16, which is the upper half of a float32, is cheap to widen. A GPU adds both kinds of 16 bits as fast as it reads
-# them, so there half the bytes are half the time. So change one thing, record enough steps to see how much they differ,
-# and keep what makes the whole step shorter by more than that.
+# bfloat16, which is the upper half of a float32, is cheap to widen. A GPU adds both kinds of 16 bits as fast as it
+# reads them, so there half the bytes take about half the time if the message is large. So change one thing, record
+# enough steps to see how much they differ, and keep what makes the whole step shorter by more than that.
 #
 # **Takeaway: tune buckets and hooks by a recording of your own job. What is hidden says where a gain can come from; the
 # length of the step, against its scatter, says whether there is one.**
