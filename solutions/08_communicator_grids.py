@@ -754,9 +754,9 @@ print(f"tp with one in a node:   {tp_bytes / spread_rate:.2f} s")
 # - **Links.** For each axis the seconds of its messages, by the rule of two levels. Sharding the optimizer costs nothing
 #   here: instead of the all-reduce there is a reduce-scatter of gradients and an all-gather of new weights.
 # - **Idle stages.** A pipeline of pp stages works on m **micro-batches**, parts of the batch that follow each other
-#   through the stages. At first the later stages wait for work, at the end the earlier ones have none. All in all a stage
-#   is idle for (pp - 1)/m of the computing time (Narayanan et al. 2021; lesson 12 shows it). With micro-batches of one
-#   sequence, m = 512/dp.
+#   through the stages. At first the later stages wait for work, at the end the earlier ones have none. All in all a
+#   stage is idle for (pp - 1)/m of the computing time (Narayanan et al. 2021; lesson 12 shows it). With micro-batches
+#   of one sequence, m = 512/dp.
 #
 # `table(costs(...))` prints all three for any grid. Here is one that fills each node with tp and has no pipeline.
 # Change it and run the cell as often as you like.
@@ -809,9 +809,9 @@ print(table(fully_sharded))
 
 # %% [markdown]
 # It takes 3.2 GB, a ninth of what dp = 32 with pp = 2 takes (not counting the layers that are gathered at the moment),
-# and is about as fast as the best grids of the exercise. (We send gradients in 2 bytes. Programs that sum them in float32, as many do, send half as
-# much again or twice as much along dp.) For a dense model of this size on 64 GPUs it is what most people do today. Then
-# what do tp and pp still buy?
+# and is about as fast as the best grids of the exercise. (We send gradients in 2 bytes. Programs that sum them in
+# float32, as many do, send half as much again or twice as much along dp.) For a dense model of this size on 64 GPUs it
+# is what most people do today. Then what do tp and pp still buy?
 #
 # Take the same model and the same 512 sequences, and more and more GPUs. For each tp we look for the best grid with
 # these GPUs, with a sharded optimizer and 30 GB as before, and with cp = 1. Beside them we put sharding everything over
@@ -860,9 +860,9 @@ plot.lines(lines, caption="08.grids")
 # - **With tp = 8 the line begins high, because of what tp sends.** That shrinks with the number of GPUs as the computing
 #   does, so its fraction stays about a half, and the line climbs because of the rest. But tp can use more GPUs without
 #   needing more samples.
-# - **Sharding everything** is the straight line. Its three collectives take about 0.21 s on any of these numbers of GPUs,
-#   and each doubling halves the computing beside them. On 256 GPUs, which compute for 0.49 s, it loses 0.43 where tp = 2 loses
-#   0.33: beyond some 128 GPUs it needs overlap, or tp and pp beside it.
+# - **Sharding everything** is the straight line. Its three collectives take about 0.21 s on any of these numbers of
+#   GPUs, and each doubling halves the computing beside them. On 256 GPUs, which compute for 0.49 s, it loses 0.43 where
+#   tp = 2 loses 0.33: beyond some 128 GPUs it needs overlap, or tp and pp beside it.
 #
 # So you add tp and pp when there are more GPUs than the batch can feed, when the messages of dp no longer hide behind
 # the little computing of a rank, or when a single layer is too large for a GPU. The rule of Narayanan et al., tensor
