@@ -366,10 +366,10 @@ for rank, found in enumerate(ranks.run(in_plain_pytorch)):
 # size 1. Their groups have one member and are real groups all the same, so that model code never has to ask whether an
 # axis is in use.
 #
-# Libraries of today split dp in two. torchtitan's configuration has the sizes `dp_replicate` and `dp_shard`: weights and
-# optimizer are sharded along dp_shard and replicated along dp_replicate. Both together are called **HSDP**, hybrid
-# sharded data parallel (lesson 13). Beside them stand `cp`, `tp`, `pp` and `ep`, and weights are sharded over dp_shard
-# and cp as one group.
+# Some libraries of today split dp in two. In torchtitan, `ParallelDims` has the sizes `dp_replicate` and `dp_shard`:
+# weights and optimizer are sharded along dp_shard and replicated along dp_replicate. Both together are called **HSDP**,
+# hybrid sharded data parallel (lesson 13). Beside them stand `cp`, `tp`, `pp` and `ep`, and weights are sharded over
+# dp_shard and cp as one group.
 
 # %% [markdown]
 # **Takeaway: every rank makes every group, in the same order. If one does not, the others hang if you are lucky, and get
@@ -458,9 +458,10 @@ all_reduces = 4 * 2 + 2
 tp_crossing = 4 * all_reduces * act_bytes
 
 # %% [markdown]
-# To check both sums, ours for dp and yours for tp, we run one real step of the model on the four ranks, forward, backward and the all-reduce of the
-# gradients, and count. labcode's `CollectiveSpy` sees each collective before it starts, with the ranks of its group and
-# the bytes of its tensor. `parallelize` cuts the model as you will learn to do it in lesson 09.
+# To check both sums, ours for dp and yours for tp, we run one real step of the model on the four ranks, with forward,
+# backward and the all-reduce of the gradients, and count. labcode's `CollectiveSpy` sees each collective before it
+# starts, with the ranks of its group and the bytes of its tensor. `parallelize` cuts the model as you will learn to do
+# it in lesson 09.
 
 # %%
 class BytesOfGroups(CollectiveSpy):
@@ -652,9 +653,9 @@ compare("two rings", two_rings_s, two, within=1.3, unit="s")
 compare("two levels", two_levels_s, levels, within=1.3, unit="s")
 
 # %% [markdown]
-# (Two levels take a little longer than predicted, because the reduce-scatter and the all-gather inside the nodes need
-# 10 ms each and we left them out. The tolerance of 1.3 is for those, and for the time that sending takes on this
-# machine.)
+# (All three take somewhat longer than predicted, because sending also costs time on this machine. In two levels the
+# reduce-scatter and the all-gather inside the nodes, which we left out, come on top with 10 ms each. The tolerance of
+# 1.3 is for both.)
 #
 # Now for any group: N bytes on n ranks in k nodes, g = n/k in each. Such times are usually quoted as a rate. The **bus
 # bandwidth** is the rate that the links of a single ring would need in order to be as fast: the bytes of one ring,
@@ -732,8 +733,8 @@ print(f"tp with one in a node:   {tp_bytes / spread_rate:.2f} s")
 #   their nodes, `rank % 8`, so their messages stay on one rail. Messages between rails go through more switches, or
 #   over NVLink to the GPU on the other rail first; NCCL does the latter, and calls it PXN.
 # - **Large NVLink domains.** In a GB200 NVL72, NVLink connects 72 GPUs in 18 hosts of 4, at 900 GB/s each way (NVIDIA,
-#   2024). What this lesson calls a node is then the domain of 72 and not the host: tp = 16 stays inside, and a dp group
-#   of 64 never uses the network. Launchers still start 4 ranks on a host.
+#   2024). What this lesson calls a node is then the domain of 72 and not the host: tp = 16 can stay inside, and a job
+#   of up to 72 ranks needs no network. Launchers still start 4 ranks on a host.
 # </details>
 #
 # **Takeaway: a group over several nodes can use the adapters of all its ranks: about min(inside, (n-1)/(k-1) ·
@@ -753,9 +754,9 @@ print(f"tp with one in a node:   {tp_bytes / spread_rate:.2f} s")
 # - **Links.** For each axis the seconds of its messages, by the rule of two levels. Sharding the optimizer costs nothing
 #   here: instead of the all-reduce there is a reduce-scatter of gradients and an all-gather of new weights.
 # - **Idle stages.** A pipeline of pp stages works on m **micro-batches**, parts of the batch that follow each other
-#   through the stages. At first the last stages wait for work, at the end the first ones have none. All in all a stage
-#   is idle for (pp - 1)/m of the computing time (Narayanan et al. 2021; lesson 12 shows it). With micro-batches of one
-#   sequence, m = 512/dp.
+#   through the stages. At first the later stages wait for work, at the end the earlier ones have none. All in all a
+#   stage is idle for (pp - 1)/m of the computing time (Narayanan et al. 2021; lesson 12 shows it). With micro-batches
+#   of one sequence, m = 512/dp.
 #
 # `table(costs(...))` prints all three for any grid. Here is one that fills each node with tp and has no pipeline.
 # Change it and run the cell as often as you like.
@@ -807,10 +808,10 @@ fully_sharded = costs(model_13b, GridShape(dp=64), batch=512, sharded="everythin
 print(table(fully_sharded))
 
 # %% [markdown]
-# It takes a ninth of the memory (not counting the layers that are gathered at the moment), and is about as fast as the
-# best grids of the exercise. (We send gradients in 2 bytes. Programs that sum them in float32, as many do, send half as
-# much again or twice as much along dp.) For a dense model of this size on 64 GPUs it is what most people do today. Then
-# what do tp and pp still buy?
+# It takes 3.2 GB, a ninth of what dp = 32 with pp = 2 takes (not counting the layers that are gathered at the moment),
+# and is about as fast as the best grids of the exercise. (We send gradients in 2 bytes. Programs that sum them in
+# float32, as many do, send half as much again or twice as much along dp.) For a dense model of this size on 64 GPUs it
+# is what most people do today. Then what do tp and pp still buy?
 #
 # Take the same model and the same 512 sequences, and more and more GPUs. For each tp we look for the best grid with
 # these GPUs, with a sharded optimizer and 30 GB as before, and with cp = 1. Beside them we put sharding everything over
@@ -859,9 +860,9 @@ plot.lines(lines, caption="08.grids")
 # - **With tp = 8 the line begins high, because of what tp sends.** That shrinks with the number of GPUs as the computing
 #   does, so its fraction stays about a half, and the line climbs because of the rest. But tp can use more GPUs without
 #   needing more samples.
-# - **Sharding everything** is the straight line. Its three collectives take 0.21 s on any number of GPUs, and each
-#   doubling halves the computing beside them. On 256 GPUs, which compute for 0.49 s, it loses 0.43 where tp = 2 loses
-#   0.33: beyond some 128 GPUs it needs overlap, or tp and pp beside it.
+# - **Sharding everything** is the straight line. Its three collectives take about 0.21 s on any of these numbers of
+#   GPUs, and each doubling halves the computing beside them. On 256 GPUs, which compute for 0.49 s, it loses 0.43 where
+#   tp = 2 loses 0.33: beyond some 128 GPUs it needs overlap, or tp and pp beside it.
 #
 # So you add tp and pp when there are more GPUs than the batch can feed, when the messages of dp no longer hide behind
 # the little computing of a rank, or when a single layer is too large for a GPU. The rule of Narayanan et al., tensor

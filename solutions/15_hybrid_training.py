@@ -96,8 +96,9 @@ check("15.1", layout)
 # GPUs work for the fraction m/(m + pp - 1) of the time. With more copies of the model there are fewer micro-batches for
 # each, and this fraction becomes smaller.
 #
-# Narayanan et al. (2021) trained GPT-3 (174.6 billion parameters) with tp = 8, pp = 12, micro-batch 1 and a global
-# batch of 1536. On 384 GPUs, which are 4 copies with m = 384, each GPU did 153 TFLOP/s.
+# Narayanan et al. (2021) timed GPT-3 (174.6 billion parameters) with 96 GPUs for each copy, micro-batch 1 and a global
+# batch of 1536. We take the 96 as tp = 8 and pp = 12. On 384 GPUs, which are 4 copies with m = 384, each GPU did 153
+# TFLOP/s.
 #
 # **Predict.** On 1536 GPUs, how many TFLOP/s does each GPU do, if only m changes?
 
@@ -120,7 +121,8 @@ for gpus, speed in published.items():
 
 # %% [markdown]
 # One line of arithmetic accounts for what these authors lost by scaling out, within 1 %, although it leaves out the
-# messages of dp. (Their table names 96 GPUs for a copy; tp = 8, pp = 12 and 1F1B are our assumption.)
+# messages of dp. (Their table does not say how the 96 GPUs of a copy are divided; tp = 8, pp = 12 and 1F1B are our
+# assumption. Three rows of one model are no proof that dp's messages are always hidden.)
 #
 # **Takeaway: you choose tp, pp and the batch, and dp and m follow. More GPUs with the same batch mean fewer
 # micro-batches, so a larger bubble.**
@@ -344,8 +346,8 @@ bars["dp 4, overlap"] = {"predicted": expected_s, "measured": measured_overlap_s
 plot.bars(bars, caption="15.overlap")
 
 # %% [markdown]
-# Of the all-reduce only what is longer than that backward remains. The measured step is somewhat longer than predicted,
-# because nothing travels until the first bucket is full; hence the tolerance of 1.3.
+# Of the all-reduce only what is longer than that backward remains. The measured step is somewhat longer than predicted:
+# nothing travels until the first bucket is full, and each message costs the processes time; hence the tolerance of 1.3.
 #
 # So as long as the model fits on one GPU, data parallelism with overlap is hard to beat here. When is the hybrid
 # faster? Gradients travel once in a **step**, and backward can hide them only if there is enough of it. Activations
