@@ -764,7 +764,7 @@ ranks.close()
 # - Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054: the three stages and the first figure; volumes in section 7.
 # - Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277: units and storage.
 # - Megatron Core, *Distributed Optimizer*,
-#   <https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/dist_optimizer.html>.
+#   <https://docs.nvidia.com/megatron-core/developer-guide/latest/user-guide/features/dist_optimizer.html>.
 # - DeepSpeed sends in each micro-batch at stage 2: <https://github.com/deepspeedai/DeepSpeed/issues/373>; its `no_sync`
 #   is an error then: <https://github.com/deepspeedai/DeepSpeed/issues/6793>.
 # - PyTorch: <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>. `ZeroRedundancyOptimizer` is not

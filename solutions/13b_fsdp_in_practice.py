@@ -272,6 +272,8 @@ compare(
 # | stages 1 and 2: gather after the optimizer | 24 h² | nothing | never hidden |
 # | the same, in the next forward (Megatron) | 24 h² | forward of the layer before it | Φ/β in the first micro-batch |
 #
+# (Stage 2 is here the one that keeps whole gradients until the last micro-batch; see lesson 13, section 3.)
+#
 # An all-reduce of gradients is as hard to hide as stage 3, but it comes once in a step. With 16 micro-batches its time
 # is small beside the other 15, and stage 3 pays in each of them.
 #
@@ -622,8 +624,8 @@ compare("at the end", scatters_at_the_end, at_the_end, within=1, found="counted"
 #
 # 1. **Join**, as in exercise 4.4: with GPUs first the device of this rank, from `LOCAL_RANK`; then the process group.
 # 2. **Model.** Unlike DDP, FSDP2 sends nothing at the start: each rank keeps its rows of the model it was given, so all
-#    have to start from the same weights. `build_model()` takes care of that. Each block is a unit, then the model; `dtype` in the
-#    all-gathers, float32 in the reduce-scatters.
+#    have to start from the same weights. `build_model()` takes care of that. Each block is a unit, then the model;
+#    `dtype` in the all-gathers, float32 in the reduce-scatters.
 # 3. **Optimizer.** `torch.optim.SGD` with `lr=0.1` and `momentum=0.9`. (AdamW divides by the size of the gradient, so
 #    that a gradient twice as large as it should be would not show.)
 # 4. **Resume.** If `folder / "checkpoint"` exists, read it: model, optimizer, and how many steps are done.
@@ -875,7 +877,8 @@ ranks.close()
 # - NVIDIA H100 datasheet, 2023: 989 TFLOP/s in bfloat16, NVLink with 900 GB/s both ways together; DGX H100 datasheet,
 #   2022: 400 Gb/s for each GPU.
 # - PyTorch: <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>,
-#   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html> and, for prefetch,
-#   <https://docs.pytorch.org/docs/stable/notes/fsdp.html>. Tied weights in one unit:
+#   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html> and, for prefetch
+#   (written for FSDP1), <https://docs.pytorch.org/docs/stable/notes/fsdp.html>. Tied weights in one unit:
 #   <https://github.com/pytorch/torchtitan/issues/2817>.
-# - torchtitan, `torchtitan/models/llama3/infra/parallelize.py`: the unit that is kept, and pipelines.
+# - torchtitan, `apply_fsdp_to_decoder` in `torchtitan/distributed/fsdp.py` (in older versions in
+#   `torchtitan/models/llama3`): the unit that is kept, and pipelines.

@@ -562,8 +562,8 @@ plot.activation_checkpointing(num_layers=3, caption="16.checkpointing")
 # **Bytes.** L layers keep 16 L numbers without checkpointing. With it they keep L inputs, and 15 more for the inside of
 # the one layer that is being recomputed: L + 15. For example, with L = 24 that is 39 instead of 384.
 #
-# **Time.** Backward takes two matmuls where forward takes one, so the layers' FLOPs are 1 + 2 = 3 units. One more
-# forward makes 4, a factor of 4/3.
+# **Time.** Backward takes two matmuls where forward takes one, so the layers' FLOPs are 1 + 2 = 3 units. Checkpointing
+# adds one more forward.
 #
 # But `checkpoint` stops the second forward **early**, as soon as it has everything that backward needs. The last matmul
 # of a layer, `down` in the MLP, computes the layer's output, which backward does not need. It has 4 of the 12 h²
@@ -650,7 +650,7 @@ compare("second forward whole", flops_whole, whole, within=1.05, found="counted"
 compare("stops early", flops_early, early, within=1.05, found="counted")
 
 # %% [markdown]
-# Both are a little below the prediction, because the head is not repeated. The time follows the FLOPs only roughly,
+# Both are a little below 4/3 and 11/9, because the head is not repeated. The time follows the FLOPs only roughly,
 # since norms, GELU and attention are recomputed as well and are not among the matmuls that were counted. The table at
 # the end of this section has the time.
 
@@ -944,9 +944,9 @@ for name, model in ways.items():
 # scores: for GPT-3 this saves 70 % of the activations for 2.7 % more FLOPs. labcode's `selective` is of this kind. A
 # fused attention does the same inside its kernel, so there it gains nothing.
 #
-# **Takeaway: keep the layers' inputs and recompute the rest: L + 15 numbers instead of 16 L, for about 4/3 of the time.
-# By operation, 10 of a layer's 16 numbers stay, and no matmul is recomputed. Restore the state of the random numbers,
-# and never change an input in place.**
+# **Takeaway: keep the layers' inputs and recompute the rest: L + 15 numbers instead of 16 L, for up to 4/3 of the
+# FLOPs. By operation, 10 of a layer's 16 numbers stay, and no matmul is recomputed. Restore the state of the random
+# numbers, and never change an input in place.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Mistakes: the block runs with gradients in forward (in a Function that takes
@@ -1305,7 +1305,7 @@ for case in plan.CASES:
 # | fused attention, or its core recomputed | scores | all of them | a few percent of the FLOPs |
 # | offload | activations | all that is moved | two transfers |
 # | bfloat16 by autocast (lesson 03b) | activations | nearly half | rounding; a narrow copy of the weights |
-# | ZeRO-1 | moments | a factor of p | an all-gather (lesson 13) |
+# | ZeRO-1 | moments | a factor of p | no more bytes, but weights are gathered after the step (lesson 13) |
 # | expandable segments | fragments | | hardly any time |
 #
 # ## Sources
