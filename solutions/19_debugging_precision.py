@@ -436,7 +436,7 @@ for tensor, std in afterwards.items():
 # %% [markdown]
 # The two other gradients of a layer, *dgrad* and *wgrad*, can be logged like all other tensors, and the guide of
 # Transformer Engine names them for this use: without a reduction group each rank writes those of its own part, for you
-# to process later.
+# to process later. (Section 11 looks at whether it does.)
 
 # %%
 Path("gradients.yaml").write_text("""
@@ -571,8 +571,8 @@ check("19.3", same_file)
 # | FakeQuant | the named matmuls run without FP8, and the named tensors are rounded as FP8 would round them | gemms, tensors, quant_format |
 #
 # The first two got these names in February 2026, as they are not for FP8 alone. Their old names, `DisableFP8Layer` and
-# `DisableFP8GEMM`, are accepted as well. FakeQuant shows what a cast does to a run, one tensor at a time, both in a
-# layer that is in FP8 and in one that is not.
+# `DisableFP8GEMM`, are deprecated, but still accepted. FakeQuant shows what a cast does to a run, one tensor at a time,
+# both in a layer that is in FP8 and in one that is not.
 #
 # `gemms` is a list of matmuls: `fprop` for y = x Wᵀ, `dgrad` for dx = dy W, `wgrad` for dW = dyᵀ x. Each operand goes
 # into two of them. Where matmuls differ in their tensors or settings, `gemms_struct` names each by itself:
@@ -859,7 +859,8 @@ for tp in (1, 2, 4):
 # two different runs. For the same reason lesson 18 trains with one scale for all parts.
 #
 # DisableQuantizationGEMM and DisableQuantizationLayer have no scale, so they do the same on many GPUs as on one. Here
-# are both kinds of feature in FP8 runs, in which everything else is computed in bfloat16:
+# are both kinds of feature in FP8 runs, in which everything else is computed in bfloat16. (These runs have current
+# scaling, where Transformer Engine would refuse PerTensorScaling: it has this feature for delayed scaling only.)
 
 # %%
 Path("disabled.yaml").write_text("""

@@ -1101,6 +1101,7 @@ ranks.close()
 # - NERSC, *Deep learning at scale*: <https://github.com/NERSC/dl-at-scale-training>: the ViT, its memory and its times.
 # - BigScience, *chronicles*: <https://github.com/bigscience-workshop/bigscience>: the sweep, and what ran out of
 #   memory.
+# - NVIDIA Deep Learning Institute, notebook on multi-node Megatron-LM: the GPT of 12 layers on V100s.
 # - Bekman, *Machine Learning Engineering*: <https://github.com/stas00/ml-engineering>: 271 of 312 TFLOP/s on an A100,
 #   and the all-reduce on four nodes of B200.
 # - The published runs, each with its source: `labcode/perf/hardware_data/published_runs.csv`.
