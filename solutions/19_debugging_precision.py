@@ -127,9 +127,9 @@ print(f"{len(look.splitlines()) - 1} lines for four ranks")
 # In step 0 a delayed scale has no history yet, and is 1. That step says nothing about the margin, so we look at step 40.
 #
 # What will the statistics say about the run with margin 18? The largest number of a tensor lands at 448 / 2^18, which
-# is a little less than 2^-9. The smallest number of e4m3 is 2^-9, and whatever is less than half of it becomes zero. For
-# gradients the format is e5m2: the largest number lands at 57,344 / 2^18, a little less than 2^-2, and the smallest
-# number of e5m2 is 2^-16.
+# is a little less than 2^-9. The smallest number of e4m3 above zero is 2^-9, and whatever is less than half of it
+# becomes zero. For gradients the format is e5m2: the largest number lands at 57,344 / 2^18, a little less than 2^-2,
+# and the smallest number of e5m2 above zero is 2^-16.
 #
 # **Predict.** How many of the values of an activation or a weight are lost in the cast: "hardly any", "half", or "nearly
 # all"? And how many of those of a gradient?
@@ -184,10 +184,10 @@ for line in lines[-4:]:
 # %% [markdown]
 # ## 3. Statistics of shards are not averages (core, 50 min)
 #
-# The counts of section 2 were easy to reduce, because they add up. Is that so for all statistics? Take six values on two
-# ranks: 1, 2, 3 on rank 0, and 11, 12, 13 on rank 1. The mean of the whole is the mean of the two means, as both parts
-# have the same size. What about the **standard deviation** (std), the root of the sum of squared distances from the
-# mean, divided by n - 1?
+# The counts of section 2 were easy to reduce, because they add up. Is that so for all statistics? Take six values on
+# two ranks: 1, 2, 3 on rank 0, and 11, 12, 13 on rank 1. The mean of the whole is the mean of the two means, as both
+# parts have the same size. What about the **standard deviation** (std)? It is the root of M / (n - 1), where M is the
+# sum of the squared distances from the mean.
 #
 # **Predict.** Each part has the std 1. What is the std of all six: about 1, 5.5, or 11?
 
@@ -206,7 +206,7 @@ compare("std of all six", std_of_all, whole.std().item(), within=1.05, found="co
 plot.spread_of_parts(parts, caption="19.spread")
 
 # %% [markdown]
-# A mean of the two would have been 1, and wrong. What has to be sent instead of the std? Let a part have n values,
+# The mean of the two stds is 1, which is wrong. What has to be sent instead of the std? Let a part have n values,
 # their mean, and M2, the sum of their squared distances from **that** mean. (The std is the root of M2 / (n - 1).) Now
 # merge parts a and b, with d = mean_b - mean_a and n = n_a + n_b. The mean of both lies on the way from mean_a to
 # mean_b, the nearer to b the more values b has:
@@ -331,8 +331,8 @@ check("19.2", statistics, ranks)
 #
 # Weights have their own rule. Ranks of dp have the same weights, so their statistics need no reduction over dp. Over tp
 # they are **always** reduced, whatever `reduce_over` says, unless this is switched off by `--debug.reduce_weights
-# false`. Transformer Engine does the same: its layers know their tp group and no other, which is why the group for all
-# other tensors has to be named.
+# false`. Transformer Engine does the same: its linear layers are given their tp group and no other, which is why the
+# group for all other tensors has to be named.
 #
 # We log activations, weights and gradients of one step. Each rank of dp has samples of its own.
 #
@@ -401,7 +401,7 @@ plot.reduction_groups(
 #
 # If nothing was reduced during the run, the files of the ranks can still be reduced **afterwards**. They have the mean
 # and the std of each part. What they do not have is n. It follows from the shapes: a rank has 4 of the 8 samples, of 64
-# tokens each, and the MLP has 256 units, of which 128 are on each rank; outside of it there are 64 features. Then
+# tokens each, and the MLP has 256 units, of which 128 are on each rank; outside of it a token has 64 numbers. Then
 # M2 = std² (n - 1), and the parts are merged by the formula of section 3. Which ranks hold parts depends on the tensor.
 # We take `mlp.down`, the second layer of the first MLP. Each of the four ranks holds a part of its input. The gradient of
 # its output is the same on both ranks of tp, so one file of each tp group is enough. And its weight is cut over tp only.
@@ -436,7 +436,7 @@ for tensor, std in afterwards.items():
 # %% [markdown]
 # The two other gradients of a layer, *dgrad* and *wgrad*, can be logged like all other tensors, and the guide of
 # Transformer Engine names them for this use: without a reduction group each rank writes those of its own part, for you
-# to process later.
+# to process later. (Section 11 looks at whether it does.)
 
 # %%
 Path("gradients.yaml").write_text("""
@@ -542,9 +542,9 @@ check("19.3", same_file)
 
 # %% [markdown]
 # Which choice is the right one? Reduce over all axes if you want to compare with one process or with another grid, and
-# over none if you suspect a single rank: a faulty GPU is hidden in a mean of 64. (The largest and the smallest value of
-# the group may show it, but not whose they are.) Reduce over tp if you suspect the data, because samples differ between
-# ranks of dp.
+# over none if you suspect a single rank: one faulty GPU of 64 is hidden in their mean. (The largest and the smallest
+# value of the group may show it, but not whose they are.) Reduce over tp if you suspect the data, because samples
+# differ between ranks of dp.
 #
 # Features that **change** a tensor, such as a scale of its own (section 5), do so on each rank for its own part, and no
 # option changes that.
@@ -570,9 +570,9 @@ check("19.3", same_file)
 # | PerTensorScaling | the named operands of the named matmuls get a scale from their own amax, as in current scaling | gemms, tensors, margin (default 0; labcode's own) |
 # | FakeQuant | the named matmuls run without FP8, and the named tensors are rounded as FP8 would round them | gemms, tensors, quant_format |
 #
-# The first two have had these names since 2026, as they are not for FP8 alone. Their old names, `DisableFP8Layer` and
-# `DisableFP8GEMM`, are accepted as well. FakeQuant shows what a cast does to a run, one tensor at a time, both in a
-# layer that is in FP8 and in one that is not.
+# The first two got these names in February 2026, as they are not for FP8 alone. Their old names, `DisableFP8Layer` and
+# `DisableFP8GEMM`, are deprecated, but still accepted. FakeQuant shows what a cast does to a run, one tensor at a time,
+# both in a layer that is in FP8 and in one that is not.
 #
 # `gemms` is a list of matmuls: `fprop` for y = x Wᵀ, `dgrad` for dx = dy W, `wgrad` for dW = dyᵀ x. Each operand goes
 # into two of them. Where matmuls differ in their tensors or settings, `gemms_struct` names each by itself:
@@ -637,8 +637,9 @@ for name, loss in halves.items():
     print(f"{name}: {loss:.2f}")
 
 # %% [markdown]
-# Attention may stay in FP8. So we leave it there, and put the matmuls of the MLP back one by one. Look at the table of
-# section 2 once more: which tensors survive nearly whole, and which operands does each matmul have?
+# Attention may stay in FP8: alone, it raises the loss by only 0.03 here. So we leave it there, and put the matmuls of
+# the MLP back one by one. Look at the table of section 2 once more: which tensors survive nearly whole, and which
+# operands does each matmul have?
 #
 # **Predict.** Which single GEMM of the MLP does most harm in FP8: "fprop", "dgrad", or "wgrad"?
 
@@ -853,12 +854,13 @@ for tp in (1, 2, 4):
     print(f"tp {tp}: float32 {exact[tp]:.6f}, weights as in e4m3 {rounded[tp]:.6f}")
 
 # %% [markdown]
-# The rounding itself moves the loss by several parts in ten thousand, and the layout by about a fifth of that. Both are
-# small, but not as small as the rounding of float32: two runs with PerTensorScaling or FakeQuant on different numbers of
-# GPUs are two different runs. For the same reason lesson 18 trains with one scale for all parts.
+# The rounding itself moves the loss by 0.0006 or 0.0007, and the layout by about a fifth of that. Both are small, but
+# not as small as the rounding of float32: two runs with PerTensorScaling or FakeQuant on different numbers of GPUs are
+# two different runs. For the same reason lesson 18 trains with one scale for all parts.
 #
 # DisableQuantizationGEMM and DisableQuantizationLayer have no scale, so they do the same on many GPUs as on one. Here
-# are both kinds of feature in FP8 runs, in which everything else is computed in bfloat16:
+# are both kinds of feature in FP8 runs, in which everything else is computed in bfloat16. (These runs have current
+# scaling, where Transformer Engine would refuse PerTensorScaling: it has this feature for delayed scaling only.)
 
 # %%
 Path("disabled.yaml").write_text("""
@@ -961,7 +963,7 @@ for tensor, factor in expected.items():
 #
 # - `config`: the settings below the feature's name in the YAML, with whatever keys you choose;
 # - `layer_name`, `tensor_name`, `iteration` (the number of the step);
-# - `tensor`: this rank's part, [B, S, features of this rank] for an activation.
+# - `tensor`: this rank's part, [B, S, H] for an activation, with H numbers for each token on this rank.
 #
 # `MetricLogger.log_scalar(name, value, iteration)` writes a line into this rank's file, and to TensorBoard.
 #
@@ -994,8 +996,8 @@ file = lab.write_feature(CountZeros, "features")
 print(file.read_text())
 
 # %% [markdown]
-# The model's activation function is GELU, which is x · Φ(x), where Φ(x) is the fraction of a normal distribution that
-# lies below x. ReLU, which older models have, is the larger of x and 0.
+# The model's activation function is GELU, which is x · Φ(x), where Φ(x) is the fraction of the standard normal
+# distribution that lies below x. ReLU, which older models have, is the larger of x and 0.
 #
 # **Predict.** What fraction of the values that go into `blocks.0.mlp.down` is exactly zero: none (0), or about a half
 # (0.5)?
@@ -1076,9 +1078,9 @@ check("19.5", DeadUnits, ranks)
 # is wrong too, as a consequence, and tells you nothing new.
 #
 # With `--debug.record_steps 1` each rank writes the tensors of the first step, in the order in which they are computed,
-# each with its place in the whole: which samples, which tokens, which features. So runs on different grids can be
-# compared, and the rank that was wrong first can be named. (Transformer Engine's `DumpTensors` writes tensors too, of
-# the layers and steps that the YAML names, and does not compare them. labcode obeys it as well.)
+# each with its place in the whole: which samples, which tokens, which numbers of a token. So runs on different grids
+# can be compared, and the rank that was wrong first can be named. (Transformer Engine's `DumpTensors` writes tensors
+# too, of the layers and steps that the YAML names, and does not compare them. labcode obeys it as well.)
 #
 # We plant a fault: on rank 1, the gradient of the input of `blocks.1.mlp.down` is too large by one part in a thousand.
 # The matmul dx = dy W is wrong, and forward is right.
@@ -1120,7 +1122,8 @@ compare("after the sum", ranks_after_the_sum, len(after), within=1, found="count
 # values. (Why not relative to the norm of the part? A small value may be the sum of large ones that nearly cancel, and
 # then its rounding error is as large as theirs.)
 #
-# A number that is not finite is never within the bound. And a comparison with *nan* is always False.
+# A number that is not finite is never within the bound. Mind that `<`, `<=`, `>`, `>=` and `==` with *nan* are always
+# False.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 19.6 · The first difference
@@ -1244,7 +1247,8 @@ print(line.replace(": ", ":\n  ", 1).replace("; ", ";\n  "))
 # then the stage of the pipeline, then how many tensors a rank has seen before.
 #
 # On GPUs PyTorch has a coarser check of its own. With `TORCH_NCCL_NAN_CHECK=1` a rank stops at the first collective to
-# which it would bring a *nan*. That names the rank and the step, but not the GEMM.
+# which it would bring a *nan*; an infinity passes. That names the rank and the step, but not the GEMM. In
+# PyTorch 2.14 `TORCH_DIST_NAN_CHECK=1` does it with every backend.
 #
 # **Takeaway: after the step every rank has nan. Look for the first tensor, before the next collective has spread it.**
 
@@ -1547,7 +1551,7 @@ ranks.close()
 # <details><summary>Answer</summary>
 #
 # The input of `up` and the output of `down` are copies. The output of `up`, which is the input of `down` after the
-# activation function, is cut by features. So the statistics of the former are the same on each rank of tp, and those
+# activation function, is cut by units. So the statistics of the former are the same on each rank of tp, and those
 # of the latter are not.
 # </details>
 #
@@ -1575,5 +1579,7 @@ ranks.close()
 # - NVIDIA, *nvidia-dlfw-inspect*: <https://github.com/NVIDIA/nvidia-dlfw-inspect>: the library that reads the YAML.
 # - Higham and Mary 2019, *A New Approach to Probabilistic Rounding Error Analysis*, SIAM J. Sci. Comput. 41(5),
 #   DOI 10.1137/18M1226312: why the bound grows with a square root.
+# - PyTorch 2.14, *Debugging environment variables*:
+#   <https://docs.pytorch.org/docs/2.14/debugging_environment_variables.html>: the two checks for *nan*.
 # - Micikevicius et al. 2022, *FP8 Formats for Deep Learning*, arXiv:2209.05433.
 # - Fishman, Chmiel, Banner and Soudry 2024, *Scaling FP8 training to trillion-token LLMs*, arXiv:2409.12517.

@@ -44,9 +44,9 @@ GIB = 2**30
 # %% [markdown]
 # ## 1. Parameters and FLOPs (core, 34 min)
 #
-# Everything begins with the number of parameters. A block of a GPT has four matrices. With h hidden features, N heads of
-# which K have their own keys and values, and F features inside the MLP, the head size is D = h / N, and these are the
-# matrices:
+# Everything begins with the number of parameters. A block of a GPT has four matrices. With h hidden features, N heads
+# for queries, K heads for keys and values (K = N, or fewer that several queries share), and F features inside the MLP,
+# the head size is D = h / N, and these are the matrices:
 #
 # | matrix | rows × columns |
 # |---|---|
@@ -106,7 +106,8 @@ check("20.1", parameters)
 #
 # Attention has two matmuls without any weights: the scores, q kᵀ, and the sum of the values. For a sample of s tokens
 # each of them takes 2 s² h FLOPs in each layer, together 4 s² h. A **causal** mask leaves half of the scores, and a
-# kernel that skips the other half does half of this work. Published FLOPs mostly count the whole square all the same.
+# kernel that skips the other half does half of this work. Published FLOPs mostly count the whole square all the same,
+# but not always: Megatron-LM counted it whole in 2021, and its logs count half of it today.
 #
 # Activation checkpointing (lesson 16) runs the forward of each layer a second time: 4 forwards instead of 3. The head
 # is not in a layer, and is not repeated.
@@ -128,8 +129,8 @@ for tokens in sequence_lengths:
 plot.lines(forward, x=sequence_lengths, caption="20.lengths")
 
 # %% [markdown]
-# At 2,048 tokens attention is small. So the rule of thumb of 6 FLOPs for each parameter and token is within a few percent
-# for GPT-3, although it leaves out attention and counts tables that are only looked up.
+# At 2,048 tokens attention is small. So the rule of thumb of 6 FLOPs for each parameter and token is within a few
+# percent for GPT-3, although it leaves out attention and counts the table of positions, which is only looked up.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 20.2 · Count the FLOPs
@@ -182,11 +183,11 @@ print(f"a small model: formula {by_formula:,.0f}, PyTorch {by_pytorch:,.0f}")
 # the optimizer a 32-bit copy of the parameter and two moments. ZeRO (lesson 13) divides the 12 by the ranks of dp at
 # stage 1, the gradients' 2 as well at stage 2, and the parameters' 2 at stage 3.
 #
-# That is one convention of several. Megatron-LM, training in bfloat16, keeps gradients in 32 bits: 2 + 4 + 12 = 18. A
-# model whose parameters and gradients are in 32 bits takes 4 + 4 + 8 = 16, since it needs no copy. Without ZeRO the
-# three are nearly the same. With it they are not: ZeRO-1 leaves each rank 4, 6 or 8 bytes for a parameter. FSDP2, as
-# torchtitan uses it, keeps 4 + 4 + 8 too, all of it in shards, and gathers copies of 2 bytes. So say which convention
-# you use, and how many bytes a number has that you send (lesson 21, section 2).
+# That is one convention of several. Megatron-LM, training in bfloat16, by default keeps gradients in 32 bits: 2 + 4 +
+# 12 = 18. A model whose parameters and gradients are in 32 bits takes 4 + 4 + 8 = 16, since it needs no copy. Without
+# ZeRO the three are nearly the same. With it they are not: ZeRO-1 leaves each rank 4, 6 or 8 bytes for a parameter.
+# FSDP2, as torchtitan uses it, keeps 4 + 4 + 8 too, all of it in shards, and gathers copies of 2 bytes. So say which
+# convention you use, and how many bytes a number has that you send (lesson 21, section 2).
 #
 # The second part are the **activations** (lesson 10). For b samples of s tokens, a block in 16-bit numbers, with an
 # attention that never stores its scores and without dropout, keeps
@@ -342,7 +343,8 @@ plot.lines(
 # ### What a link reaches
 #
 # Lessons 01 and 08 had the **alpha-beta model**: a message costs alpha seconds and 1/beta for each byte. A ring
-# all-reduce of n bytes over p ranks sends 2 (p-1) messages and 2 (p-1)/p n bytes through each rank's link.
+# all-reduce over p ranks sends 2 (p-1) messages through each rank's link, with 2 (p-1)/p times the bytes of the tensor
+# in all.
 #
 # Within a node that is all. Over several nodes, lesson 08 (section 5) derived how fast a group is, as **bus
 # bandwidth**, the rate that the links of one ring would need. With n ranks on k nodes it is, by the **rule of two
@@ -407,8 +409,9 @@ plot.step_anatomy(stages=4, micro_batches=8, caption="20.anatomy")
 # - **ZeRO-3** sends parameters and gradients in every micro-batch: two all-gathers of the parameters and a
 #   reduce-scatter of the gradients, which is as much as 1.5 all-reduces. They **hide** behind the matmuls and tp's
 #   all-reduces of the same micro-batch: as long as they take no longer than those, they cost no time of their own. They
-#   are not quite free, because NCCL keeps some of the GPU's multiprocessors busy; labcode takes 15 % of the hidden time,
-#   a number of Calculon's. At the end of the step nothing is left to do.
+#   are not quite free, because NCCL keeps some of the GPU's multiprocessors busy; labcode takes 15 % of the hidden
+#   time, which is Calculon's number for links inside a node (for those between nodes it has 2 %). At the end of the
+#   step nothing is left to do.
 # - **Without ZeRO-3** the gradients are sent once in a step, and the backward of the **last** micro-batch hides them
 #   (lesson 15): at most two thirds of its matmuls. With ZeRO-1 or 2 the gradients take a reduce-scatter, half of the
 #   communication; the other half is the all-gather of the new parameters, which comes after the optimizer and hides
@@ -570,10 +573,10 @@ for line in lab.worst_picks():
     print(line)
 
 # %% [markdown]
-# Four of the five are runs with ZeRO-3, all of one paper of 2021. The reason is in the software. labcode.perf computes
-# ZeRO-3 as it is done today, with one all-gather a layer, hidden behind the layer before. DeepSpeed's ZeRO-3 of that
-# spring gathered each parameter by itself and waited for it, so that a step took four times as long as predicted
-# (section 8). Ask whether the planner knows the program that you will run.
+# Four of the five are runs with ZeRO-3, all of one paper of 2021. The likely reason is the software. labcode.perf
+# computes ZeRO-3 as it is done today, with one all-gather a layer, hidden behind the layer before. DeepSpeed's ZeRO-3
+# of that spring gathered each parameter by itself and waited for it. One of these steps took four times as long as
+# predicted, and section 8 looks for the missing time. Ask whether the planner knows the program that you will run.
 #
 # And memory? It is predicted too low for most published runs, by what the software takes besides its tensors. Section
 # 8 has three that ran out of memory, and the prediction would have sent one of them to a GPU that was too small. So
@@ -604,7 +607,7 @@ for line in lab.worst_picks():
 # network for each GPU. Our model of a step has Φ = 0.869 · 0.85 · 312 = 230 TFLOP/s.
 #
 # **Predict.** How many samples of 2,048 tokens does a micro-batch need, so that ZeRO-3 over all 128 ranks hides its
-# messages? The rule of two levels gives β.
+# messages? The rule of two levels gives β. (A number with decimals will do: do not round it.)
 
 # %% tags=["predict"]
 bus_rate = min(220e9, 6.25e9 * 127 / 15)
@@ -650,9 +653,9 @@ print(f"{len(legal)} layouts of a 7B GPT are legal on 16 GPUs")
 #
 # - dp · pp · tp is the number of GPUs; tp ≤ `cluster.gpus_per_node`;
 # - tp divides `kv_heads` and `ffn`, pp divides `layers`, dp · micro_batch divides the batch;
-# - the stage of ZeRO is one of `lab.stages_of_zero(dp, pp)`; checkpointing is `"none"` or `"full"`. (Stage 2 takes
-#   as long as stage 1, and ZeRO-3 in a pipeline would gather each stage's weights for every micro-batch: to keep the
-#   list short, neither is in it.)
+# - the stage of ZeRO is one of `lab.stages_of_zero(dp, pp)`; checkpointing is `"none"` or `"full"`. (In our model stage
+#   2 takes as long as stage 1, and ZeRO-3 in a pipeline would gather each stage's weights for every micro-batch: to
+#   keep the list short, neither is in it.)
 #
 # It fits if its memory and `lab.RESERVED_BYTES` are at most `cluster.memory_bytes`. Ask for the memory **first**, and
 # compute no time for what does not fit. `lab.memory`, `lab.step_s` and `lab.divisors(number)` are ready. 15 to 20
@@ -723,8 +726,8 @@ print(f"ours takes {ours_s / best.step_s:.2f} times as long")
 # ## 6. Maps and curves (core, 10 min)
 #
 # Each layout is a point: seconds to the right, memory upwards. This is the map of the GPT of section 5 with 39 billion
-# parameters on 128 A100s. The dashed line is what the GPU has for tensors. The best layouts are on the line at the lower
-# left, the **Pareto front**: no other one is both faster and smaller.
+# parameters on 128 A100s. The dashed line is the memory that the GPU has for tensors. The best layouts are on the line
+# at the lower left, the **Pareto front**: no other one is both faster and smaller.
 
 # %% tags=["figure"]
 a100 = lab.cluster("jean-zay-a100")
@@ -765,7 +768,7 @@ for entry in lab.search(lab.GPT_39B, a100, 128, 512)[:3]:
 #
 # - `tp`, `pipeline` (the bubble and messages) and `dp` (gradients, and what ZeRO-3 sends): communication;
 # - `memory`: checkpointing, which computes again what there is no room to keep;
-# - `products`: the arithmetic itself, there is hardly a rest.
+# - `products`: the arithmetic itself, when hardly anything else is left.
 #
 # **Predict.** The batch is 1,024 samples, for 8 to 2,048 GPUs. Which limit comes at the right end: `"tp"`, `"dp"` or
 # `"pipeline"`?
@@ -951,12 +954,12 @@ print(f"the states have {parts['states'] / GIB:.1f} GiB", end=", ")
 print(f"and the GPU has {a100.memory_bytes / GIB:.1f}")
 
 # %% [markdown]
-# ZeRO-1 cuts the optimizer by 48, and leaves parameters and gradients whole. A pipeline or more tp cuts them.
+# ZeRO-1 divides the optimizer state by 48, and leaves parameters and gradients whole. A pipeline or more tp cuts them.
 #
 # ### A ViT that tp made smaller, but not by much
 #
 # NERSC's tutorial trains a vision transformer on weather: 12 layers, h = 1024, 4,050 patches in a sample, 16 samples at
-# a time on each of 4 A100s, with PyTorch's autocast. On GPUs with 40 GB it ran out of memory. On 80 GB it had 44.9 GiB,
+# a time on each of 4 A100s, with PyTorch's autocast. On GPUs with 40 GB it ran out of memory. On 80 GB it used 44.9 GiB,
 # and with tp = 4 on 16 GPUs, dp = 4 as before, still 33.2.
 #
 # Under autocast the residual stream stays in float32, and matmuls read bfloat16. (The error message agrees: a norm asked
@@ -1083,19 +1086,22 @@ ranks.close()
 # ## Sources
 #
 # - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters*, arXiv:2104.04473:
-#   parameters, FLOPs, the bubble.
+#   parameters, FLOPs, the bubble, and table 2: ZeRO-3 against the pipeline.
 # - Rajbhandari et al. 2019, *ZeRO*, arXiv:1910.02054: the states, figure 1.
 # - Korthikanti et al. 2022, *Reducing Activation Recomputation*, arXiv:2205.05198: bytes of activations.
 # - Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277: what hides behind what.
 # - Williams et al. 2009, *Roofline*, doi:10.1145/1498765.1498785.
 # - Isaev et al. 2023, *Calculon*: <https://github.com/calculon-ai/calculon>: multiprocessors that collectives keep
-#   busy.
+#   busy (`processor_usage` in `systems/a100_80g.json`).
 # - NVIDIA, *nccl-tests*: <https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md>: bus bandwidth.
-# - NVIDIA, *Megatron-LM*: <https://github.com/NVIDIA/Megatron-LM>: GPT-3 on 1,024 A100s.
+# - NVIDIA, *Megatron-LM*: <https://github.com/NVIDIA/Megatron-LM>: GPT-3 on 1,024 A100s;
+#   `megatron/training/training.py`: half of attention's square.
 # - DeepSpeed, issue 1069, <https://github.com/deepspeedai/DeepSpeed/issues/1069>: one all-gather for each parameter, in
 #   2021. Parameters below `stage3_param_persistence_threshold`, 100,000 numbers, stay whole.
 # - NERSC, *Deep learning at scale*: <https://github.com/NERSC/dl-at-scale-training>: the ViT, its memory and its times.
 # - BigScience, *chronicles*: <https://github.com/bigscience-workshop/bigscience>: the sweep, and what ran out of
 #   memory.
-# - Bekman, *Machine Learning Engineering*: <https://github.com/stas00/ml-engineering>: 271 of 312 TFLOP/s on an A100.
+# - NVIDIA Deep Learning Institute, notebook on multi-node Megatron-LM: the GPT of 12 layers on V100s.
+# - Bekman, *Machine Learning Engineering*: <https://github.com/stas00/ml-engineering>: 271 of 312 TFLOP/s on an A100,
+#   and the all-reduce on four nodes of B200.
 # - The published runs, each with its source: `labcode/perf/hardware_data/published_runs.csv`.
