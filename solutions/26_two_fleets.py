@@ -784,7 +784,7 @@ for lag in (0, 1):
     print(f"lag {lag}: the runs end at", " ".join(f"{end:.2f}" for end in ends))
 
 # %% [markdown]
-# With lag 1 four runs end near 0.77, as most do without a lag. Two have fallen back to 0.57, and two have collapsed.
+# With lag 1 four runs end near 0.77, as most do without a lag. Two fell below 0.5 and end at 0.57, and two have collapsed.
 # Eight runs are too few for a rate, but no run has collapsed without a lag. The mean showed a slight loss for all.
 #
 # So the lag has to be **known** and **bounded**. In labcode a version travels with the weights, and goes with every
