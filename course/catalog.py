@@ -121,6 +121,7 @@ WAYS: dict[str, Way] = {
             "04": (1,),
             "08": (1, 2),
             "09": (1, 2),
+            "13": (1,),
             "23": (),
             "24": (1, 2, 3, 5, 6, 7),
         },
@@ -140,7 +141,7 @@ WAYS: dict[str, Way] = {
         "Reinforcement learning: weights from those who train to those who generate",
         {
             "00": (1, 2, 3),
-            "01": (1, 2, 3),
+            "01": (1, 2, 3, 4),
             "02": (1,),
             "03": (1,),
             "03b": (4,),

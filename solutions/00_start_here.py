@@ -239,7 +239,7 @@ print(f"all cores together: {measured_flops / 1e9:.0f} GFLOP/s")
 # %% [markdown]
 # A datasheet gives the same number for a GPU. `labcode.runtime.hardware` keeps a short table of such peaks, each with its
 # source. They hold for numbers of 16 bits (bfloat16), in which large models are trained; the measurement above used 32
-# bits, PyTorch's default. One TFLOP/s is 1,000 GFLOP/s, and one PFLOP/s is 1,000 TFLOP/s.
+# bits, PyTorch's default. One TFLOP/s is 1,000 GFLOP/s, and one PFLOP/s is a thousand TFLOP/s.
 
 # %% tags=["figure"]
 a100 = hardware.find("NVIDIA A100-SXM4-80GB")

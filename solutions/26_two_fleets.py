@@ -775,7 +775,8 @@ plot.lines(series, x=lab.middles(), bands=bands, caption="26.lag")
 # and then its mean falls. But a mean can hide what single runs do. Here are the eight of lag 1.
 
 # %% tags=["figure"]
-single = {f"seed {seed}": run.tolist() for seed, run in enumerate(lab.rewards_by_seed(1))}
+runs = lab.rewards_by_seed(1).tolist()
+single = {f"seed {seed}": run for seed, run in enumerate(runs)}
 plot.lines(single, x=lab.middles(), caption="26.runs")
 
 # %% tags=["nbval-check-output"]

@@ -17,6 +17,7 @@ NAMES = re.compile(r"NVLink|InfiniBand|A100|H100|H200|B200|NVL72")
 
 # {lesson: {number: where it is from}}, for what is no rate of a device in the table
 OTHER_FLOPS = {
+    "00": {141: "Narayanan et al. 2021, table 2"},
     "02": {500: "the worked product of lesson 00"},
     "03": {
         827: "labcode/assets/on_a_gpu.json: the large product",
