@@ -68,13 +68,13 @@ plot.formats(
 # `torch.set_float32_matmul_precision("high")` switches it on. On the H100 the large matmul of lesson 03, section 1,
 # reaches 52 TFLOP/s in float32, 412 in tf32 and 827 in bfloat16.
 #
-# The environment variable `NVIDIA_TF32_OVERRIDE=0` takes tf32 away from every program, because NVIDIA's libraries obey
-# it. NERSC ran its rung DALI, of 13.19 samples/s, once more in this way. In a step of 16 samples the linear layers of
-# that model take 8.6e12 FLOPs, by the counter of lesson 03, section 2. The A100's datasheet says 156 TFLOP/s in tf32,
-# and 19.5 in float32.
+# The environment variable `NVIDIA_TF32_OVERRIDE=0` takes tf32 away from any program that is started with it, because
+# NVIDIA's libraries obey it. NERSC ran its rung DALI, of 13.19 samples/s, once more in this way. In a step of 16
+# samples the linear layers of that model take 8.6e12 FLOPs, by the counter of lesson 03, section 2. The A100's
+# datasheet says 156 TFLOP/s in tf32, and 19.5 in float32.
 #
-# **Predict.** How many samples/s are left without tf32? The rest of the step is the core of attention and memory
-# traffic. Lesson 03, section 3, says what tf32 does for the core of attention.
+# **Predict.** How many samples/s are left without tf32? The rest of the step is memory traffic and the core of
+# attention, whose kernel does not use tf32 (lesson 03, section 3).
 
 # %% tags=["predict"]
 # the linear layers alone get slower
@@ -236,19 +236,20 @@ for name in ("float32", "bfloat16"):
 plot.lines(losses, wide="float32", caption="03b.two_dtypes")
 
 # %% [markdown]
-# The two curves agree up to small differences. And time? GPUs have multiplied float16 on tensor cores since 2017,
-# bfloat16 and tf32 since 2020. A CPU may have a unit for bfloat16 too (Intel's AMX, or AVX512-BF16). bfloat16 gains
-# where there is such a unit, and section 8 shows what it does to a step here. Large layers gain more than small ones,
-# and with long sequences the fused attention kernel gains as well.
+# The two curves agree up to small differences. This is one short run of a small model. Kalamkar et al. trained models
+# of several kinds to the end, with weights in float32, and found the same. And time? NVIDIA's GPUs have multiplied
+# float16 on tensor cores since 2017, bfloat16 and tf32 since 2020. A CPU may have a unit for bfloat16 too (Intel's AMX,
+# or AVX512-BF16). bfloat16 gains where there is such a unit, and section 8 shows what it does to a step here. Large
+# layers gain more than small ones, and with long sequences the fused attention kernel gains as well.
 #
 # **Takeaway: bfloat16 has the range of float32 and 2 to 3 digits. Matmuls forgive that, updates do not. So compute in 16
 # bits, and keep weights and optimizer state in 32.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* On a CPU without units for bfloat16 (most laptops before 2023) the bar of section 8 is below 1:
-# let people say what they got there. Ask: does a larger bfloat16 weight get stuck earlier or later? (Earlier: the
-# spacing grows with it, and AdamW's update does not.) One remedy is *stochastic rounding*: round up with the
-# probability that keeps the mean right.
+# *For the instructor.* On a CPU without units for bfloat16 (older ones, and most of Intel's for laptops) the bar of
+# section 8 is below 1: let people say what they got there. Ask: does a larger bfloat16 weight get stuck earlier or
+# later? (Earlier: the spacing grows with it, and AdamW's update does not.) One remedy is *stochastic rounding*: round
+# up with the probability that keeps the mean right.
 
 # %% [markdown]
 # ## 5. The optimizer: hundreds of small operations (core, 24 min)
@@ -442,10 +443,10 @@ print(f"{compile_s / gain_s:,.0f} calls")
 #
 # The clock need not agree with the bytes. On a CPU the caches hold a part of the tensors, which helps the single
 # operations, and new memory for each result costs them time. A whole model gains less, since most of its time goes into
-# matmuls. On two cores of a CPU our smallest GPT took 20 s to compile, and
-# gained 2 % (`benchmarks/README.md`, "A step with every option off and on"). On NERSC's A100 the first of four epochs,
-# in which the model is compiled, took 57 s instead of 12. The next two gained nothing, for a reason that its log does
-# not say, and the last gained 3 % (53.3 to 55.0 samples/s). On the H100 a step became 1.14 times as fast.
+# matmuls. On two cores of a CPU our smallest GPT took 20 s to compile, and gained 2 % (`benchmarks/README.md`, "A step
+# with every option off and on"). On NERSC's A100 the first of four epochs, in which the model is compiled, took 57 s
+# instead of 12. The next two gained nothing, for a reason that its log does not say, and the last gained 3 % (53.3 to
+# 55.0 samples/s). On the H100 a step became 1.14 times as fast.
 #
 # What `compile` cannot record (by default a `print`, an `.item()`, a branch on a value) breaks the graph in two. A
 # second shape of the input means a second compilation, which by default makes that size variable, so that further
@@ -505,8 +506,8 @@ for kernel_us in (2, 20):
     print(f"kernels of {kernel_us} us: {one_by_one} ms, as a graph {as_a_graph} ms")
 
 # %% [markdown]
-# So a step takes about as long as the slower of the two lanes, n launches or n kernels, and a graph gains nothing where
-# kernels are the longer ones.
+# So a step takes about as long as the slower of the two lanes, n launches or n kernels, and in this model a graph
+# gains nothing where kernels are the longer ones.
 #
 # This is how labcode makes the recording, in the first step with `--train.cuda_graphs`. A few steps on a side stream
 # warm up libraries and allocator; then `torch.cuda.graph` captures one forward and backward, whose kernels are recorded
@@ -646,10 +647,10 @@ predicted_speedup = 6.0
 check("3.5", settings, predicted_speedup)
 
 # %% [markdown]
-# A batch of 4 has the quickest steps of all, and needs so many more of them that it loses to 8 and 16: its gradients
-# are too noisy for this learning rate. A batch of 32 needs no fewer steps than one of 8, and each takes longer. So 8 or
-# 16 win on one small device. (With other windows the numbers of steps differ by some tens.) Lesson 06 is about where
-# this ends.
+# On these windows a batch of 4, which has the quickest steps of all, needs so many more of them that it loses to 8 and
+# 16: its gradients are probably too noisy for this learning rate. A batch of 32 needs no fewer steps than one of 8, and
+# each takes longer. So 8 or 16 win here. With other windows the steps of small batches differ by some tens, so this one
+# run does not say which of the two is better. Lesson 06 is about where this ends.
 
 # %% tags=["solution-only"]
 for batch in (4, 8, 16):
