@@ -634,7 +634,11 @@ print(matrix.tolist())
 from labcode.perf.cluster import load_cluster
 
 dgx = load_cluster("dgx-h100")
-T, H, INSIDE, K, NODES = 4096, 7168, 2048, 8, 8
+T = 4096  # tokens of a rank
+H = 7168
+INSIDE = 2048
+K = 8
+NODES = 8
 rows = T * K
 sending_s = 2 * rows * H * 2 * (NODES - 1) / NODES / dgx.between.beta_bytes_per_s
 computing_s = rows * 6 * H * INSIDE / dgx.gpu.layer_flops_per_s("bfloat16")

@@ -768,9 +768,18 @@ def _view(whole: Tensor, block: Pair) -> Tensor:
     return whole
 
 
+def _one_message(sizes: Sequence[int]) -> int:
+    return 1
+
+
+def _rows(sizes: Sequence[int]) -> int:
+    return sizes[0]
+
+
+# What people count in place of the numbers of a block.
 NOT_NUMBERS: dict[str, Callable[[Sequence[int]], int]] = {
-    "messages": lambda sizes: 1,
-    "rows": lambda sizes: sizes[0],
+    "messages": _one_message,
+    "rows": _rows,
     "sums of sizes": sum,
 }
 

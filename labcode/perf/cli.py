@@ -144,7 +144,7 @@ def _add_fits(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=0,
         metavar="RANK",
-        help="train LoRA adapters of this rank only",
+        help="train only LoRA adapters, of this rank",
     )
     parser.add_argument(
         "--four-bit",
