@@ -689,11 +689,12 @@ def _tuned(group: dist.ProcessGroup, answer: Callable[..., Any]) -> _Tuned:
     with here().block("finish"):
         mlp.finish()
     changed = [not torch.equal(value, old) for value, old in zip(given, before)]
+    marked = [value.requires_grad for value in given]
     refuse(
         {
             CHANGED.format("a whole matrix"): any(changed),
-            "a whole matrix that it was given requires a gradient afterwards: copy it first": any(
-                value.requires_grad for value in given
+            "a whole matrix that it was given requires a gradient afterwards: copy it first": (
+                any(marked)
             ),
             "W gets a gradient: it is frozen": any(
                 parts[name].requires_grad for name in ("up W", "down W")
